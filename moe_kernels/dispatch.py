@@ -1,0 +1,114 @@
+"""Which backend computes the layer: one explicit choice at model build, logged with its refusals.
+
+This is the only place that asks what device this is. How to write a backend: docs/adding_a_backend.md.
+"""
+
+import logging
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moe_kernels.portable.ops import PortableBackend
+from moe_kernels.problem import MoEProblem
+from moe_kernels.reference.ops import ReferenceBackend
+from moe_kernels.routing.plan import RoutingPlan
+from moe_kernels.side import GatheredSide
+from moe_kernels.swiglu import SwiGLUGrads
+
+log = logging.getLogger(__name__)
+
+
+class BackendName(Enum):
+    """The names that configs/kernels/ may ask for."""
+
+    auto = "auto"  # the first of the others, fastest first, that runs the problem
+    reference = "reference"  # loops in plain torch: slow, any dtype
+    portable = "portable"  # torch's grouped matrix products: any CPU or GPU
+    cute_sm90 = "cute_sm90"  # CuTe kernels for Hopper
+    cute_sm100 = "cute_sm100"  # CuTe kernels for Blackwell
+
+
+class KernelUnavailable(RuntimeError):  # noqa: N818 - it names a condition of the machine or the version, as its message does
+    """No backend that was allowed can run the problem on this machine with this version."""
+
+
+class Backend(Protocol):
+    """The five ops. Rows past ``plan.expert_offsets_E1[-1]`` are unused: an op may leave anything in such rows of an
+    output, and must not let such rows of an input reach anything else. Inputs are contiguous, or transposed views of
+    contiguous tensors where said. Sums and activations run in fp32 or wider; outputs have the dtype of the inputs.
+    """
+
+    @property
+    def name(self) -> str:
+        """The backend's name, the value of its BackendName."""
+
+    @property
+    def tile_m(self) -> int:
+        """Rows in a tile of its kernels: token rounding saves work only if its tile is a multiple of this."""
+
+    def why_not(self, problem: MoEProblem) -> str | None:
+        """Return why it cannot run ``problem``, in words and with the number that is wrong, or None if it can."""
+
+    def up(self, x_TD: Tensor, w_gate_up: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
+        """Return h_R2N = w_gate_up[e] x[token] with columns [gate | up], and a_RN = silu(gate)·up."""
+
+    def rows_matmul(self, rows_RX: Tensor, w_EXY: Tensor, plan: RoutingPlan) -> Tensor:
+        """Return (R, Y), row r being rows[r] @ w[e(r)]. ``w_EXY`` may be a transposed view."""
+
+    def combine(self, rows_RD: Tensor, score_R: Tensor | None, plan: RoutingPlan) -> Tensor:
+        """Return (T, D), each token's rows summed in the order of row_by_token_R, weighted if scores are given.
+
+        Every token is written, zeros where it has no row. No atomics: the result is the same bits every time.
+        """
+
+    def down_backward(
+        self, dout_TD: Tensor, h_R2N: Tensor, w_down: Tensor, score_R: Tensor, plan: RoutingPlan
+    ) -> SwiGLUGrads:
+        """Return dh_R2N, scaled_a_RN = score·a and dscore_R = ⟨dout[token] w_down[e], a⟩ (in the dtype of scores)."""
+
+    def weight_grad(self, left: Tensor, right: Tensor, plan: RoutingPlan, *, gathered: GatheredSide) -> Tensor:
+        """Return (E, X, Y) with Σ over the rows r of expert e of left[r]ᵀ right[r], zeros where it has none.
+
+        The gathered side is (T, ·) and read through token_R; the other is (R, ·).
+        """
+
+
+# Fastest first: the order in which auto asks. Kernels for cute_sm90 and cute_sm100 are not part of this version.
+BACKENDS: dict[BackendName, Backend] = {
+    BackendName.portable: PortableBackend(),
+    BackendName.reference: ReferenceBackend(),
+}
+
+
+def resolve_backend(name: BackendName, problem: MoEProblem) -> Backend:
+    """Return the backend that ``name`` allows and that can run ``problem``; log the choice and every refusal.
+
+    Raises: KernelUnavailable if there is none, saying why each was refused.
+    """
+    if name is not BackendName.auto and name not in BACKENDS:
+        raise KernelUnavailable(
+            f"kernels.backend={name.value} is not built yet: this version has "
+            f"{', '.join(backend.value for backend in BACKENDS)}. Use kernels.backend=auto for the fastest that runs."
+        )
+    refusals: dict[str, str] = {}
+    for backend in BACKENDS.values() if name is BackendName.auto else [BACKENDS[name]]:
+        reason = backend.why_not(problem)
+        if reason is None:
+            level = logging.WARNING if refusals else logging.INFO
+            log.log(level, "moe backend: %s for %s (refused: %s)", backend.name, problem, refusals or "none")
+            return backend
+        refusals[backend.name] = reason
+    raise KernelUnavailable(
+        f"no MoE backend for kernels.backend={name.value}, {problem}: {refusals}. "
+        "Use kernels.backend=reference to run slowly anywhere."
+    )
+
+
+def arch_of(device: torch.device) -> str:
+    """Return what ``MoEProblem.arch`` calls a device: ``"cpu"``, or ``"sm90"`` and the like for CUDA devices."""
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"

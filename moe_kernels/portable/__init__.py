@@ -1,0 +1,1 @@
+"""The five ops on grouped matrix products of torch: any CPU, any GPU."""
