@@ -1,0 +1,86 @@
+"""How many parameters a decoder has, and how much arithmetic a token costs, from ModelConfig alone.
+
+tests/model/test_counting.py compares every configuration with a built model.
+"""
+
+from dataclasses import dataclass
+
+from model.config import AttentionConfig, ModelConfig, QKNorm
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of a decoder; tied embeddings count once."""
+
+    total: int
+    active: int  # those a token meets under top-K: K of the E experts, and the whole embedding and head
+    active_matmul: (
+        int  # of these, the ones multiplied with a token: no embedding look-up, norms or biases; head included
+    )
+    experts: int  # routed experts of all layers
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """Floating-point operations of forward and backward per token, without recomputation.
+
+    A matrix parameter costs 6: a multiplication and an addition, forward once and backward twice. Attention differs:
+    ``causal`` counts the half of the S x S scores that the mask keeps (Megatron-Bridge, NeMo Automodel), ``noncausal``
+    all of them (torchtitan). Rounding's extra rows, softmax, norms and the optimiser are not counted.
+    """
+
+    causal: float
+    noncausal: float
+
+
+def count_parameters(config: ModelConfig) -> ParameterCount:
+    """Return the parameter counts of the decoder that ``config`` describes."""
+    moe = config.moe
+    num_moe_layers = sum(config.is_moe_layer(layer) for layer in range(config.num_layers))
+    num_dense_layers = config.num_layers - num_moe_layers
+    expert = 3 * config.width * moe.expert_width
+    vocabulary = config.vocab_size * config.width
+    matmul_elsewhere = (
+        config.num_layers * _attention_matrices(config)
+        + num_moe_layers * moe.num_experts * config.width  # routers
+        + num_dense_layers * 3 * config.width * (config.dense_width or 0)
+        + vocabulary  # head
+    )
+    vectors = config.num_layers * (2 * config.width + _attention_vectors(config)) + config.width
+    embedding = 0 if config.tie_embeddings else vocabulary
+    experts = num_moe_layers * moe.num_experts * expert
+    active_matmul = matmul_elsewhere + num_moe_layers * moe.experts_per_token * expert
+    return ParameterCount(
+        total=matmul_elsewhere + experts + vectors + embedding,
+        active=active_matmul + vectors + embedding,
+        active_matmul=active_matmul,
+        experts=experts,
+    )
+
+
+def flops_per_token(config: ModelConfig, *, sequence_length: int) -> FlopsPerToken:
+    """Return a token's training FLOPs in sequences of ``sequence_length`` tokens."""
+    attention = config.attention
+    # Scores and their sum over values: two products of 2·S·H·A operations, each again twice in the backward pass.
+    full = 12 * config.num_layers * sequence_length * attention.num_heads * attention.head_width
+    matmul = 6 * count_parameters(config).active_matmul
+    return FlopsPerToken(causal=matmul + full / 2, noncausal=matmul + full)
+
+
+def _query_and_key_width(attention: AttentionConfig) -> tuple[int, int]:
+    return attention.num_heads * attention.head_width, attention.num_kv_heads * attention.head_width
+
+
+def _attention_matrices(config: ModelConfig) -> int:
+    query_width, key_width = _query_and_key_width(config.attention)
+    return config.width * (2 * query_width + 2 * key_width)
+
+
+def _attention_vectors(config: ModelConfig) -> int:
+    query_width, key_width = _query_and_key_width(config.attention)
+    biases = query_width + 2 * key_width + config.width if config.attention.bias else 0
+    if config.attention.qk_norm is QKNorm.full_width:
+        return biases + query_width + key_width
+    if config.attention.qk_norm is QKNorm.per_head:
+        return biases + 2 * config.attention.head_width
+    return biases

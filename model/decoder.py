@@ -1,0 +1,142 @@
+"""The whole model: token ids in; logits, or the summed cross-entropy, and the routers' counts out.
+
+Parameter names are a file format (checkpoints and checkpoint/hf_names.py): renaming one breaks runs on disk.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model.block import DecoderBlock
+from model.config import ModelConfig
+from model.init import initial_value
+from model.losses import chunked_cross_entropy
+from model.moe import MoE, MoEStats
+from model.norm import RMSNorm
+from model.rope import rotary_tables
+from moe_kernels import Backend, RoutingKind
+
+
+class DecoderOutput(NamedTuple):
+    """What a forward pass returns; ``logits_BSV`` without labels, ``ce_sum`` with them."""
+
+    logits_BSV: Tensor | None  # in the model's dtype, as transformers gives them
+    ce_sum: Tensor | None  # fp32 scalar, nats summed over labels that are not -100
+    moe: MoEStats  # every field stacked over the layers with experts, (L, ...)
+
+
+class LMHead(nn.Module):
+    """The map from the stream to the vocabulary; logits and loss are both made inside ``forward``.
+
+    Sharding gathers a module's parameters around its ``forward``, so nothing else may read ``weight`` in a step.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.width))
+
+    def forward(self, x_BSD: Tensor, labels_BS: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return ``(logits_BSV, None)`` without labels, ``(None, ce_sum)`` with them."""
+        return _vocabulary_output(x_BSD, self.weight, labels_BS)
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer on one device.
+
+    Freshly built parameters hold arbitrary memory: call ``init_weights``, or load a checkpoint.
+    With ``tie_embeddings`` there is no ``lm_head``: ``embed.weight`` serves both ends.
+    """
+
+    lm_head: LMHead | None
+
+    def __init__(self, config: ModelConfig, *, backend: Backend) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(
+            DecoderBlock(config, layer=layer, backend=backend) for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.width, eps=config.norm_eps)
+        self.lm_head = None if config.tie_embeddings else LMHead(config)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Set every parameter and buffer to its starting value (model/init.py), drawn on the CPU from ``seed``.
+
+        A sharded model is initialised inside ``torch.distributed.tensor.experimental.implicit_replication()``; it gets
+        the same values.
+
+        Raises:
+            ValueError: if parameters are on the meta device, where they have no values.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.is_meta:
+                raise ValueError(f"{name} is on the meta device: call to_empty(device=...) before init_weights")
+            parameter.copy_(initial_value(name, parameter.shape, init_std=self.config.init_std, seed=seed))
+        for moe in self.moe_layers():
+            if moe.router.expert_bias is not None:
+                moe.router.expert_bias.zero_()
+
+    def moe_layers(self) -> list[MoE]:
+        """Return the layers with experts, in the order of the leading dimension of ``DecoderOutput.moe``."""
+        return [module for module in self.modules() if isinstance(module, MoE)]
+
+    def forward(
+        self,
+        input_ids_BS: Tensor,
+        labels_BS: Tensor | None = None,
+        *,
+        routing: RoutingKind = RoutingKind.top_k,
+        seed: int | Tensor | None = None,
+    ) -> DecoderOutput:
+        """Return logits, or the summed cross-entropy if labels are given, and the routers' counts and sums.
+
+        ``labels_BS`` are already shifted: the label of position s is the token at s + 1, or -100 for none.
+        ``seed`` names this micro-batch for stochastic rounding; layer l uses seed · num_layers + l, which must fit in a
+        signed 64-bit integer.
+        ``train()`` and ``eval()`` change nothing: the routing is an argument.
+
+        Raises:
+            ValueError: if the ids are not (B, S) with S ≤ model.max_positions, or the labels have another shape.
+        """
+        self._check(input_ids_BS, labels_BS)
+        num_positions = input_ids_BS.shape[1]
+        tables = rotary_tables(
+            torch.arange(num_positions, device=input_ids_BS.device),
+            head_width=self.config.attention.head_width,
+            theta=self.config.attention.rope_theta,
+        )
+        x_BSD = self.embed(input_ids_BS)
+        stats_of_layers: list[MoEStats] = []
+        for layer, block in enumerate(self.blocks):
+            layer_seed = None if seed is None else seed * self.config.num_layers + layer
+            x_BSD, stats = block(x_BSD, tables, routing=routing, seed=layer_seed)
+            if stats is not None:
+                stats_of_layers.append(stats)
+        x_BSD = self.norm(x_BSD)
+        if self.lm_head is None:
+            logits_BSV, ce_sum = _vocabulary_output(x_BSD, self.embed.weight, labels_BS)
+        else:
+            logits_BSV, ce_sum = self.lm_head(x_BSD, labels_BS)
+        moe = MoEStats(*(torch.stack(field) for field in zip(*stats_of_layers, strict=True)))
+        return DecoderOutput(logits_BSV, ce_sum, moe)
+
+    def _check(self, input_ids_BS: Tensor, labels_BS: Tensor | None) -> None:
+        if input_ids_BS.ndim != 2 or input_ids_BS.numel() == 0:
+            raise ValueError(f"input ids have shape {tuple(input_ids_BS.shape)}, expected (sequences, positions)")
+        if input_ids_BS.shape[1] > self.config.max_positions:
+            raise ValueError(
+                f"sequences of {input_ids_BS.shape[1]} tokens exceed model.max_positions={self.config.max_positions}"
+            )
+        if labels_BS is not None and labels_BS.shape != input_ids_BS.shape:
+            raise ValueError(f"labels have shape {tuple(labels_BS.shape)}, input ids {tuple(input_ids_BS.shape)}")
+
+
+def _vocabulary_output(
+    x_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    if labels_BS is None:
+        return F.linear(x_BSD, weight_VD), None
+    return None, chunked_cross_entropy(x_BSD.flatten(0, 1), weight_VD, labels_BS.flatten())

@@ -1,0 +1,85 @@
+"""A layer of routed experts: it holds their weights, asks the router, and hands both to moe_kernels.
+
+How the experts are computed, and on what hardware, is moe_kernels/; what the counts are for is losses.py and
+training/metrics.py. Nothing is stored on the module: counts and sums are returned, so recomputing a layer in the
+backward pass cannot count its tokens twice.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.config import ModelConfig, MoEConfig
+from model.router import Routed, Router
+from moe_kernels import Backend, MoEProblem, RoutingKind, arch_of, moe_experts
+
+
+class MoEStats(NamedTuple):
+    """What one layer's router did with one micro-batch; the decoder stacks these on a new leading dimension L."""
+
+    top_k_count_BE: Tensor  # int64, pairs chosen by top-K before rounding, per sequence; no gradient
+    prob_sum_BE: Tensor  # fp32, differentiable: sum over a sequence's tokens of probabilities that sum to 1 per token
+    z_sum: Tensor  # fp32 scalar, differentiable: sum over tokens of logsumexp(logits)^2
+    entropy_sum: Tensor  # fp32 scalar, no gradient: sum over tokens of the router's entropy in nats
+    logit_max: Tensor  # fp32 scalar, no gradient
+    row_count_E: Tensor  # int64, rows per expert after rounding
+    pairs_added: Tensor  # int64 scalar, kept pairs outside the top-K choice
+    pairs_dropped: Tensor  # int64 scalar, top-K pairs not kept
+    tokens_without_expert: Tensor  # int64 scalar
+
+
+class MoE(nn.Module):
+    """E routed experts; every one is a SwiGLU MLP of width N.
+
+    ``w_gate_up`` is (E, 2N, D) with the N gate rows before the N up rows; ``w_down`` is (E, D, N).
+    """
+
+    def __init__(self, config: MoEConfig, *, width: int, backend: Backend) -> None:
+        super().__init__()
+        self.router = Router(config, width=width)
+        self.w_gate_up = nn.Parameter(torch.empty(config.num_experts, 2 * config.expert_width, width))
+        self.w_down = nn.Parameter(torch.empty(config.num_experts, width, config.expert_width))
+        self.backend = backend
+
+    def forward(self, x_BSD: Tensor, *, routing: RoutingKind, seed: int | Tensor | None) -> tuple[Tensor, MoEStats]:
+        """Return the experts' weighted sum per token, (B, S, D), and what the router did."""
+        x_TD = x_BSD.flatten(0, 1)
+        routed = self.router(x_TD, routing=routing, seed=seed)
+        out_TD = moe_experts(
+            x_TD, self.w_gate_up, self.w_down, routed.score_TE, routed.routing.plan, backend=self.backend
+        )
+        return out_TD.view_as(x_BSD), moe_stats(routed, num_sequences=x_BSD.shape[0])
+
+
+def moe_stats(routed: Routed, *, num_sequences: int) -> MoEStats:
+    """Return counts and sums of a routed micro-batch; only ``prob_sum_BE`` and ``z_sum`` carry gradients."""
+    top_k_TE, keep_TE = routed.routing.top_k_mask_TE, routed.routing.keep_TE
+    logits_TE, prob_TE = routed.logits_TE.detach(), routed.prob_TE.detach()
+    return MoEStats(
+        top_k_count_BE=top_k_TE.unflatten(0, (num_sequences, -1)).sum(dim=1),
+        prob_sum_BE=routed.prob_TE.unflatten(0, (num_sequences, -1)).sum(dim=1),
+        z_sum=routed.logits_TE.logsumexp(dim=-1).square().sum(),
+        entropy_sum=torch.special.entr(prob_TE).sum(),
+        logit_max=logits_TE.max(),
+        row_count_E=keep_TE.sum(dim=0),
+        pairs_added=(keep_TE & ~top_k_TE).sum(),
+        pairs_dropped=(top_k_TE & ~keep_TE).sum(),
+        tokens_without_expert=(~keep_TE.any(dim=-1)).sum(),
+    )
+
+
+def moe_problem(config: ModelConfig, *, tokens: int, dtype: torch.dtype, device: torch.device) -> MoEProblem:
+    """Return the problem that a backend is chosen for: one layer's shape at ``tokens`` tokens per micro-batch."""
+    routing = config.moe.routing
+    return MoEProblem(
+        T=tokens,
+        D=config.width,
+        N=config.moe.expert_width,
+        E=config.moe.num_experts,
+        K=config.moe.experts_per_token,
+        tile_m=routing.tile_m if routing.train is RoutingKind.token_rounding else 1,
+        routing=routing.train,
+        dtype=dtype,
+        arch=arch_of(device),
+    )
