@@ -1,0 +1,146 @@
+"""One checkpoint of a run folder with what an export needs beside tensors: model config, tokenizer, held-out losses.
+
+``<run>/{config.yaml, metrics.jsonl, tokenizer/, checkpoints/}`` is written by training/run_folder.py and by
+import_hf.py.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from tokenizers import Tokenizer
+
+from checkpoint.state import TrainState
+from checkpoint.store import checkpoint_of_step, latest_checkpoint, read_train_state, require_complete
+from model.config import ModelConfig
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer"
+_TOKENIZER_FILE = "tokenizer.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTokenizer:
+    """The tokenizer of a run: which rows of the embedding mean something, and which of them ends a text."""
+
+    folder: Path
+    vocab_size: int  # one more than the largest id
+    eos_id: int
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``, without special tokens around it."""
+        ids: list[int] = self._load().encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of token ids."""
+        text: str = self._load().decode(ids, skip_special_tokens=False)
+        return text
+
+    def copy_into(self, folder: Path) -> None:
+        """Copy the tokenizer's files into ``folder``, in the spelling that transformers 4 and 5 both read."""
+        for path in self.folder.iterdir():
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+        path = folder / _TOKENIZER_CONFIG
+        values = json.loads(path.read_text(encoding="utf-8"))
+        # transformers 5 calls this class by a name that transformers 4 does not know; both know the older one.
+        if values.get("tokenizer_class", "TokenizersBackend") == "TokenizersBackend":
+            values["tokenizer_class"] = "PreTrainedTokenizerFast"
+            path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _load(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self.folder / _TOKENIZER_FILE))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """One checkpoint of a run."""
+
+    path: Path
+    checkpoint: Path
+    values: dict[str, Any]  # config.yaml
+    config: ModelConfig
+    state: TrainState
+    tokenizer: SavedTokenizer
+
+    def held_out_losses(self) -> dict[str, float]:
+        """Return the run's last ``eval/held_out/...`` metrics up to this checkpoint; empty where none were logged."""
+        metrics = self.path / METRICS
+        found: dict[str, float] = {}
+        if not metrics.is_file():
+            return found
+        for line in metrics.read_text(encoding="utf-8").splitlines():
+            values = json.loads(line)
+            if "eval/held_out/ce_top_k" in values and values["progress/step"] <= self.state.step:
+                found = {key: value for key, value in values.items() if key.startswith("eval/held_out/")}
+        return found
+
+
+def open_saved_run(path: Path | str, *, step: int | None = None) -> SavedRun:
+    """Return the checkpoint of ``step``, or the newest complete one, of the run in folder ``path``.
+
+    Raises: ValueError when the run's files or a complete checkpoint are missing, or the tokenizer has more tokens than
+    the model has embeddings.
+    """
+    path = Path(path)
+    if not (path / CONFIG).is_file():
+        raise ValueError(f"{path} is not a run: it has no {CONFIG}")
+    values = OmegaConf.to_container(OmegaConf.load(path / CONFIG))
+    if not isinstance(values, dict) or "model" not in values:
+        raise ValueError(f"{path / CONFIG} has no section `model`")
+    config = model_config(values["model"])
+    tokenizer = _open_tokenizer(path / TOKENIZER)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {tokenizer.folder} has {tokenizer.vocab_size} tokens, "
+            f"but model.vocab_size={config.vocab_size}: this is not the tokenizer that the model was trained with"
+        )
+    checkpoint = _find_checkpoint(path / CHECKPOINTS, step)
+    return SavedRun(
+        path=path,
+        checkpoint=checkpoint,
+        values={str(key): value for key, value in values.items()},
+        config=config,
+        state=read_train_state(checkpoint),
+        tokenizer=tokenizer,
+    )
+
+
+def model_config(values: dict[str, Any]) -> ModelConfig:
+    """Return the ModelConfig of the section ``model`` of a config.yaml.
+
+    Raises: omegaconf's errors, which name the key, for one that is unknown, missing or of another type.
+    """
+    merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), values)
+    assert isinstance(merged, DictConfig)
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, ModelConfig)
+    return config
+
+
+def _find_checkpoint(folder: Path, step: int | None) -> Path:
+    if step is not None:
+        return require_complete(checkpoint_of_step(folder, step))
+    found = latest_checkpoint(folder)
+    if found is None:
+        raise ValueError(f"{folder} holds no complete checkpoint")
+    return found
+
+
+def _open_tokenizer(folder: Path) -> SavedTokenizer:
+    for name in (_TOKENIZER_FILE, _TOKENIZER_CONFIG):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} holds no {name}: an export needs the tokenizer that the model was trained with")
+    eos = json.loads((folder / _TOKENIZER_CONFIG).read_text(encoding="utf-8")).get("eos_token")
+    eos_token = eos["content"] if isinstance(eos, dict) else eos
+    vocabulary = Tokenizer.from_file(str(folder / _TOKENIZER_FILE)).get_vocab(with_added_tokens=True)
+    if eos_token not in vocabulary:
+        raise ValueError(f"{folder / _TOKENIZER_CONFIG}: eos_token={eos_token!r} is not in the tokenizer's vocabulary")
+    return SavedTokenizer(folder=folder, vocab_size=max(vocabulary.values()) + 1, eos_id=vocabulary[eos_token])
