@@ -1,0 +1,136 @@
+"""One screen about a run: ``python -m evaluation.summary RUN``. Reads the run folder; loads no model."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Return the lines of a metrics.jsonl without those of steps that were lost in a crash and done again.
+
+    Raises: ValueError if there is no such file or a line is not JSON.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: {path.parent} is not the folder of a run that has logged anything")
+    kept: list[dict[str, float]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            metrics = json.loads(line)
+        except json.JSONDecodeError as problem:
+            raise ValueError(f"{path}, line {number} is not JSON: {problem}") from problem
+        if "progress/resumed" in metrics:
+            kept = [earlier for earlier in kept if earlier["progress/step"] <= metrics["progress/step"]]
+        else:
+            kept.append(metrics)
+    if not kept:
+        raise ValueError(f"{path} is empty: the run has not logged a step yet")
+    return kept
+
+
+def last_value(lines: list[dict[str, float]], key: str) -> float | None:
+    """Return the latest value of ``key``, or None if it was never logged."""
+    return next((line[key] for line in reversed(lines) if key in line), None)
+
+
+def summary(run: Path) -> list[tuple[str, str]]:
+    """Return the (label, value) rows of the summary of the run in ``run``."""
+    lines = read_metrics(run / "metrics.jsonl")
+    rows = [
+        ("run folder", str(run)),
+        ("steps, tokens", f"{lines[-1]['progress/step']:.0f} steps, {lines[-1]['progress/tokens']:,.0f} tokens"),
+    ]
+    for label, key, form in (
+        ("training loss, last step", "loss/ce", "{:.3f} nats/token"),
+        ("held-out loss, top-K", "eval/held_out/ce_top_k", "{:.3f} nats/token"),
+        ("held-out loss, training routing", "eval/held_out/ce_train_routing", "{:.3f} nats/token"),
+        ("routing gap", "eval/held_out/routing_gap", "{:+.4f} nats/token (training routing minus top-K)"),
+    ):
+        value = last_value(lines, key)
+        if value is not None:
+            rows.append((label, form.format(value)))
+    rows.append(("unigram cross-entropy, held-out", f"{unigram_ce(run):.3f} nats/token"))
+    throughput = [line["throughput/tokens_per_day"] for line in lines if "throughput/tokens_per_day" in line]
+    if throughput:
+        rows.append(("throughput, median", f"{sorted(throughput)[len(throughput) // 2] / 1e9:.3f} B tokens/day"))
+    rows.append(
+        ("checkpoints", ", ".join(sorted(path.name for path in (run / "checkpoints").glob("step_*"))) or "none")
+    )
+    rows += _wandb_rows(run)
+    return rows + _export_rows(run)
+
+
+def unigram_ce(run: Path) -> float:
+    """Return what token frequencies alone reach on the held-out text of ``run``, in nats per token.
+
+    Of the two figures in the manifests (frequencies of the training text, and the held-out text's own) it takes the
+    lower one, which is the harder to beat; several sources are weighed by their held-out tokens.
+    """
+    manifests: list[dict[str, Any]] = json.loads((run / "data.json").read_text(encoding="utf-8"))
+    tokens = [manifest["held_out"]["tokens"] for manifest in manifests]
+    figures = [min(m["unigram_ce_train_fit"], m["unigram_entropy_held_out"]) for m in manifests]
+    return float(sum(n * figure for n, figure in zip(tokens, figures, strict=True)) / sum(tokens))
+
+
+def _wandb_rows(run: Path) -> list[tuple[str, str]]:
+    folders = sorted((run / "wandb").glob("*run-*-*"))
+    if not folders:
+        return []
+    rows = [("wandb", str(folders[-1]))]
+    offline = [folder for folder in folders if folder.name.startswith("offline-run-")]
+    if offline:
+        rows.append(("upload it", f"wandb sync {' '.join(map(str, offline))}"))
+    return rows
+
+
+def _export_rows(run: Path) -> list[tuple[str, str]]:
+    rows = []
+    for path in sorted(run.glob("*/gristmill_receipt.json")):
+        receipt = json.loads(path.read_text(encoding="utf-8"))
+        rows.append(("export", f"{path.parent}: {receipt['family']}, step {receipt['step']}, {receipt['dtype']}"))
+        if isinstance(receipt["reload"], str):
+            rows.append(("reloaded", receipt["reload"]))
+            continue
+        for dtype_name, logits in receipt["reload"]["logits"].items():
+            measure = logits["judged_by"]
+            rows.append(
+                (
+                    "reloaded by transformers",
+                    f"logits in {dtype_name}: {measure} {logits[measure]:.1e} (rounding: {logits['allowed']:.1e})",
+                )
+            )
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the summary; with ``--require-margin``, leave with an error if the held-out loss misses it."""
+    parser = argparse.ArgumentParser(prog="python -m evaluation.summary", description=__doc__)
+    parser.add_argument("run", type=Path, help="the folder of a run, for example runs/tiny")
+    parser.add_argument(
+        "--require-margin", type=float, metavar="NATS", help="fail unless held-out loss is this far below unigram"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        rows = summary(options.run)
+    except ValueError as problem:
+        sys.exit(f"error: {problem}")
+    width = max(len(label) for label, _ in rows)
+    for label, value in rows:
+        print(f"{label:<{width}}  {value}")
+    if options.require_margin is not None:
+        _require_margin(options.run, options.require_margin)
+
+
+def _require_margin(run: Path, required: float) -> None:
+    ce = last_value(read_metrics(run / "metrics.jsonl"), "eval/held_out/ce_top_k")
+    if ce is None:
+        sys.exit("error: the run was never evaluated, so its held-out loss is not known")
+    margin = unigram_ce(run) - ce
+    print(f"\nheld-out loss is {margin:.3f} nats/token below unigram cross-entropy; {required:.3f} required")
+    if not margin >= required:
+        sys.exit("error: the held-out loss misses the required margin")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from evaluation.summary import main, read_metrics
+
+MANIFEST = {"unigram_ce_train_fit": 6.7, "unigram_entropy_held_out": 6.5, "held_out": {"tokens": 100}}
+
+
+def run_folder(path: Path, lines: list[dict[str, float]]) -> Path:
+    (path / "checkpoints" / "step_00000020").mkdir(parents=True)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "data.json").write_text(json.dumps([MANIFEST]))
+    return path
+
+
+def step(number: int, **metrics: float) -> dict[str, float]:
+    return {"progress/step": number, "progress/tokens": number * 100.0, **metrics}
+
+
+LINES = [
+    step(10, **{"loss/ce": 6.0}),
+    step(20, **{"loss/ce": 5.0, "throughput/tokens_per_day": 2e9}),
+    step(
+        20, **{"eval/held_out/ce_top_k": 5.4, "eval/held_out/ce_train_routing": 5.41, "eval/held_out/routing_gap": 0.01}
+    ),
+]
+
+
+def test_summary_shows_losses_gap_unigram_and_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(run_folder(tmp_path, LINES))])
+    printed = capsys.readouterr().out
+    for value in (
+        "20 steps, 2,000 tokens",
+        "5.000",
+        "5.400",
+        "+0.0100",
+        "6.500",
+        "2.000 B tokens/day",
+        "step_00000020",
+    ):
+        assert value in printed
+
+
+def test_steps_repeated_after_a_crash_replace_what_was_lost(tmp_path: Path) -> None:
+    resumed = step(10, **{"progress/resumed": 1.0})
+    lines = [step(10, a=1.0), step(20, a=2.0), step(30, a=3.0), resumed, step(20, a=4.0), step(20, b=5.0)]
+    kept = read_metrics(run_folder(tmp_path, lines) / "metrics.jsonl")
+    assert [(line["progress/step"], line.get("a"), line.get("b")) for line in kept] == [
+        (10, 1.0, None),
+        (20, 4.0, None),
+        (20, None, 5.0),
+    ]
+
+
+def test_margin_is_measured_from_the_lower_unigram_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(run_folder(tmp_path, LINES))
+    main([run, "--require-margin", "1.0"])
+    assert "1.100 nats/token below" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="misses the required margin"):
+        main([run, "--require-margin", "1.2"])
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="not the folder of a run"):
+        main([str(tmp_path)])

@@ -1,0 +1,27 @@
+import torch
+from torch import nn
+
+from training.config import OptimConfig, TrainConfig
+from training.optim import build_optimizer, learning_rate, set_learning_rate
+
+
+def test_matrices_decay_and_norms_and_biases_do_not() -> None:
+    model = nn.ModuleDict({"linear": nn.Linear(3, 2), "norm": nn.RMSNorm(3)})
+    model.register_parameter("experts", nn.Parameter(torch.zeros(2, 3, 4)))
+    optimizer = build_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.5))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    expected = {"linear.weight": 0.5, "linear.bias": 0.0, "norm.weight": 0.0, "experts": 0.5}
+    assert {name: decay[id(p)] for name, p in model.named_parameters()} == expected
+
+
+def test_learning_rate_reaches_every_group() -> None:
+    optimizer = build_optimizer(nn.Linear(3, 2), OptimConfig(lr=0.1))
+    set_learning_rate(optimizer, 0.025)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.025, 0.025]
+
+
+def test_warm_up_is_a_fraction_of_the_run() -> None:
+    optim = OptimConfig(lr=1.0, warmup_fraction=0.1)
+    train = TrainConfig(num_steps=50, micro_batch_sequences=1, global_batch_sequences=1)
+    assert learning_rate(4, optim=optim, train=train) < 1.0
+    assert learning_rate(5, optim=optim, train=train) == 1.0

@@ -1,0 +1,125 @@
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training import sinks
+from training.config import LoggingConfig, RunConfig, WandbMode
+from training.trainer import Trainer
+
+SmallRun = Callable[..., RunConfig]
+
+
+class FakeRun:
+    """Records what a wandb run is told."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.id = options["id"]
+        self.axes: list[tuple[str, str | None]] = []
+        self.logged: list[dict[str, float]] = []
+        self.finished = False
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes.append((name, step_metric))
+
+    def log(self, metrics: dict[str, float]) -> None:
+        self.logged.append(metrics)
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+class FakeWandb:
+    """Stands where the package would."""
+
+    def __init__(self, *, has_key: bool) -> None:
+        self.runs: list[FakeRun] = []
+        self._has_key = has_key
+
+    def login(self, **_: bool) -> bool:
+        return self._has_key
+
+    def init(self, **options: Any) -> FakeRun:
+        self.runs.append(FakeRun(**options))
+        return self.runs[-1]
+
+
+def test_jsonl_appends_one_object_a_line(tmp_path: Path) -> None:
+    for step in (1, 2):
+        sink = sinks.JsonlSink(tmp_path / "metrics.jsonl", start={"progress/step": step - 1})
+        sink.write({"progress/step": step, "loss/ce": 0.1})
+        sink.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"progress/step": 1, "loss/ce": 0.1},
+        {"progress/step": 1, "progress/resumed": 1.0},
+        {"progress/step": 2, "loss/ce": 0.1},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_key", "expected"),
+    [
+        (WandbMode.auto, True, "online"),
+        (WandbMode.auto, False, "offline"),
+        (WandbMode.offline, True, "offline"),
+        (WandbMode.online, False, "online"),
+    ],
+)
+def test_wandb_goes_online_only_with_a_key_or_when_told(
+    mode: WandbMode, has_key: bool, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    fake = FakeWandb(has_key=has_key)
+    monkeypatch.setattr(sinks, "import_wandb", lambda: fake)
+    sink = sinks.WandbSink(LoggingConfig(wandb=mode), run_name="r", folder=tmp_path, run_id="abc", values={})
+    assert sink.mode == fake.runs[0].options["mode"] == expected
+
+
+def test_a_resumed_run_keeps_its_wandb_id_and_its_axis_is_tokens(
+    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandb(has_key=True)
+    monkeypatch.setattr(sinks, "import_wandb", lambda: fake)
+    monkeypatch.setattr("training.trainer.import_wandb", lambda: fake)
+    for stop in (3, 6):
+        Trainer(small_run("logging.wandb=offline", f"run.stop_at_step={stop}")).fit()
+    first, second = fake.runs
+    assert first.id == second.id
+    for run in fake.runs:
+        assert run.axes == [("progress/tokens", None), ("*", "progress/tokens")]
+        assert run.finished
+    logged = [line["progress/tokens"] for line in first.logged + second.logged]
+    assert logged == sorted(logged)
+    assert first.options["config"]["optim"]["lr"] == 0.003
+
+
+def test_the_real_package_writes_an_offline_run_and_the_log_says_how_to_upload_it(
+    small_run: SmallRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("wandb", reason="the extra 'wandb' is not installed")
+    config = small_run("logging.wandb=offline", "run.stop_at_step=1")
+    with caplog.at_level("INFO"):
+        trainer = Trainer(config)
+        trainer.fit()
+    (folder,) = (trainer.folder.path / "wandb").glob(f"offline-run-*-{trainer.state.wandb_id}")
+    assert next(folder.glob("*.wandb")).stat().st_size > 0
+    assert f"wandb sync {trainer.folder.path / 'wandb'}" in caplog.text
+
+
+def test_a_missing_wandb_package_is_refused_with_both_ways_out(
+    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"pip install .*logging=jsonl"):
+        Trainer(small_run("logging.wandb=auto"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_training_without_wandb_does_not_import_it(small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    Trainer(small_run("run.stop_at_step=1")).fit()

@@ -1,0 +1,209 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint.store import latest_checkpoint
+from training.config import RunConfig
+from training.trainer import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, Trainer
+
+SmallRun = Callable[..., RunConfig]
+
+
+def logged(config: RunConfig) -> list[dict[str, float]]:
+    path = Path(config.run.root) / config.run.name / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if "progress/resumed" not in line]
+
+
+def without_time(lines: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [
+        {key: value for key, value in line.items() if not key.startswith(("time/", "throughput/"))} for line in lines
+    ]
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_run_stopped_and_resumed_twice_is_the_run_that_was_not(small_run: SmallRun, rounding: str) -> None:
+    routing = f"model.moe.routing.rounding={rounding}"
+    whole = Trainer(small_run("run.name=whole", routing))
+    assert whole.fit() == EXIT_DONE
+    for stop in (2, 5, 6):
+        parts = Trainer(small_run("run.name=parts", routing, f"run.stop_at_step={stop}"))
+        assert parts.fit() == EXIT_DONE
+        assert parts.state.step == stop
+    assert_same(weights(whole), weights(parts))
+    for left, right in zip(
+        whole.optimizer.state_dict()["state"].values(), parts.optimizer.state_dict()["state"].values(), strict=True
+    ):
+        assert_same(left, right)
+    assert without_time(logged(whole.config)) == without_time(logged(parts.config))
+
+
+def test_resume_crosses_the_end_of_an_epoch(small_run: SmallRun) -> None:
+    whole = Trainer(small_run("run.name=whole"))
+    rows = whole.data.train.num_rows
+    steps = rows // whole.config.train.global_batch_sequences + 2
+    many = (f"train.num_steps={steps}", "checkpoint.every_steps=0")
+    whole = Trainer(small_run("run.name=epochs", *many))
+    whole.fit()
+    assert whole.state.samples > rows
+    for stop in (steps - 2, steps - 1, steps):
+        parts = Trainer(small_run("run.name=epochs_parts", *many, f"run.stop_at_step={stop}"))
+        parts.fit()
+    assert_same(weights(whole), weights(parts))
+
+
+def test_held_out_loss_falls_and_both_routings_are_logged(small_run: SmallRun) -> None:
+    config = small_run("train.num_steps=30", "evaluation.every_steps=10", "optim.lr=1e-2")
+    Trainer(config).fit()
+    evaluations = [line for line in logged(config) if "eval/held_out/ce_top_k" in line]
+    assert [line["progress/step"] for line in evaluations] == [10, 20, 30]
+    losses = [line["eval/held_out/ce_top_k"] for line in evaluations]
+    assert losses[2] < losses[1] < losses[0]
+    for line in evaluations:
+        gap = line["eval/held_out/ce_train_routing"] - line["eval/held_out/ce_top_k"]
+        assert line["eval/held_out/routing_gap"] == gap
+        assert gap != 0.0
+
+
+def test_training_with_top_k_has_no_routing_gap(small_run: SmallRun) -> None:
+    config = small_run("routing@model.moe.routing=top_k")
+    Trainer(config).fit()
+    (evaluation,) = [line for line in logged(config) if "eval/held_out/ce_top_k" in line]
+    assert evaluation["eval/held_out/routing_gap"] == 0.0
+    for line in logged(config):
+        assert line.get("moe/pairs_added_fraction", 0.0) == 0.0
+        assert line.get("moe/pairs_dropped_fraction", 0.0) == 0.0
+
+
+def test_rounded_runs_fill_their_tiles(small_run: SmallRun) -> None:
+    config = small_run()
+    Trainer(config).fit()
+    steps = [line for line in logged(config) if "loss/ce" in line]
+    assert len(steps) == 6
+    assert all(line["moe/tile_waste_fraction"] == 0.0 for line in steps)
+    assert any(line["moe/pairs_added_fraction"] > 0 for line in steps)
+    assert any(line["moe/pairs_dropped_fraction"] > 0 for line in steps)
+
+
+def test_total_loss_is_the_weighted_sum_of_what_is_logged(small_run: SmallRun) -> None:
+    config = small_run("train.load_balance_weight=0.3", "train.router_z_weight=0.2")
+    Trainer(config).fit()
+    for line in logged(config):
+        if "loss/total" in line:
+            total = line["loss/ce"] + 0.3 * line["loss/load_balance"] + 0.2 * line["loss/router_z"]
+            assert line["loss/total"] == pytest.approx(total, rel=4 * torch.finfo(torch.float32).eps)
+
+
+def test_another_configuration_under_the_same_name_is_refused_with_the_difference(small_run: SmallRun) -> None:
+    Trainer(small_run())
+    with pytest.raises(ValueError, match=r"optim\.lr: 0\.003 in the run, 0\.5 now") as caught:
+        Trainer(small_run("optim.lr=0.5", "train.seed=3"))
+    assert "train.seed: 0 in the run, 3 now" in str(caught.value)
+    assert "run.name" in str(caught.value)
+
+
+def test_reporting_may_change_between_the_processes_of_a_run(small_run: SmallRun) -> None:
+    Trainer(small_run("run.stop_at_step=2")).fit()
+    resumed = Trainer(small_run("logging.every_steps=2", "checkpoint.keep=1", "evaluation.every_steps=3"))
+    assert resumed.state.step == 2
+
+
+def test_other_data_under_the_same_name_is_refused(small_run: SmallRun) -> None:
+    trainer = Trainer(small_run())
+    (manifest,) = json.loads(trainer.folder.data.read_text())
+    name = manifest["train"]["shards"][0]["file"]
+    now = manifest["files"][name]["sha256"]
+    manifest["files"][name]["sha256"] = "0" * 64
+    trainer.folder.data.write_text(json.dumps([manifest]))
+    with pytest.raises(ValueError, match=f"{name}.sha256: '{'0' * 64}' in the run, '{now}' now"):
+        Trainer(small_run())
+
+
+def test_vocabulary_below_the_tokenizers_is_refused_before_anything_is_written(
+    small_run: SmallRun, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"model\.vocab_size=256 .*512"):
+        Trainer(small_run("model.vocab_size=256"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_missing_data_is_refused_with_the_command_that_makes_it(small_run: SmallRun, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.root.*") as caught:
+        Trainer(small_run(f"data.root={tmp_path / 'nowhere'}"))
+    assert "python -m data.prepare" in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_held_out_split_below_a_micro_batch_is_refused(small_run: SmallRun) -> None:
+    with pytest.raises(ValueError, match=r"evaluation\.max_sequences=4"):
+        Trainer(small_run("evaluation.max_sequences=4"))
+
+
+def test_a_finished_run_does_nothing_and_says_so(small_run: SmallRun, caplog: pytest.LogCaptureFixture) -> None:
+    Trainer(small_run()).fit()
+    finished = Trainer(small_run())
+    before = logged(finished.config)
+    with caplog.at_level("INFO"):
+        assert finished.fit() == EXIT_DONE
+    assert "nothing to do" in caplog.text
+    assert logged(finished.config) == before
+
+
+def test_a_signal_saves_and_leaves_with_its_own_exit_code(small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+    import signal
+
+    trainer = Trainer(small_run())
+    take_step = trainer._step
+
+    def step_then_terminate() -> Any:
+        result = take_step()
+        if trainer.state.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(trainer, "_step", step_then_terminate)
+    assert trainer.fit() == EXIT_STOPPED_BY_SIGNAL
+    assert trainer.state.step == 2
+    checkpoint = latest_checkpoint(trainer.folder.checkpoints)
+    assert checkpoint is not None
+    assert checkpoint.name == "step_00000002"
+    assert Trainer(small_run()).state.step == 2
+
+
+def test_a_signal_during_evaluation_saves_too(small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+    import signal
+
+    trainer = Trainer(small_run("evaluation.every_steps=2", "checkpoint.every_steps=0"))
+    read = trainer.data.held_out.batch
+
+    def terminate_then_read(first_sample: int, num_sequences: int) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return read(first_sample, num_sequences)
+
+    monkeypatch.setattr(type(trainer.data.held_out), "batch", lambda _, *arguments: terminate_then_read(*arguments))
+    monkeypatch.setattr(type(trainer), "_micro_batch", lambda self, first: _micro_batch_of(read, self, first))
+    assert trainer.fit() == EXIT_STOPPED_BY_SIGNAL
+    checkpoint = latest_checkpoint(trainer.folder.checkpoints)
+    assert checkpoint is not None
+    assert checkpoint.name == "step_00000002"
+    assert not any("eval/held_out/ce_top_k" in line for line in logged(trainer.config))
+
+
+def _micro_batch_of(read: Callable[[int, int], Any], trainer: Trainer, first: int) -> Any:
+    return read(0, trainer.config.train.micro_batch_sequences)

@@ -1,0 +1,60 @@
+"""What a process of a run stands on: device, threads, and the wish to stop. Nothing here knows the model."""
+
+import logging
+import signal
+from types import FrameType
+
+import torch
+
+from training.config import DeviceName
+
+log = logging.getLogger(__name__)
+
+
+def choose_device(name: DeviceName) -> torch.device:
+    """Return the device to compute on.
+
+    Raises: ValueError if ``run.device=cuda`` and torch finds none.
+    """
+    if name is DeviceName.cpu:
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if name is DeviceName.cuda:
+        raise ValueError("run.device=cuda, but torch finds no CUDA device; use run.device=auto or run.device=cpu")
+    return torch.device("cpu")
+
+
+def fix_numerics(num_threads: int) -> None:
+    """Fix what decides bits on the CPU: the number of threads that share a sum."""
+    torch.set_num_threads(num_threads)
+    log.info("torch %s, %d CPU threads", torch.__version__, num_threads)
+
+
+class StopRequest:
+    """Remembers SIGTERM or SIGINT, so that the loop can save before it leaves.
+
+    Use as a context manager around the loop. A second SIGINT interrupts at once, as it would without this.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "StopRequest":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+        log.warning("%s: will save and stop after this step", self.signal.name)
+
+    def __bool__(self) -> bool:
+        return self.signal is not None

@@ -1,0 +1,81 @@
+"""The names and the arithmetic of every metric that is not about experts (those are in load.py). No I/O.
+
+| key | what it counts |
+|---|---|
+| progress/{step,tokens,epoch} | since the start of the run, over all processes |
+| progress/resumed | 1 where a process went on with the run; metrics.jsonl only |
+| loss/ce | nats per valid token of the step logged |
+| loss/load_balance, loss/router_z | unweighted; 1 = balanced |
+| loss/total | the weighted sum that is minimised |
+| optim/grad_norm, optim/lr | the norm before clipping |
+| throughput/tokens_per_day | tokens / (step time with data wait) over the steps since the last line x 86,400 (1) |
+| throughput/tokens_per_day_wall | tokens / everything since the process began to build the run x 86,400 |
+| throughput/tokens_per_s_per_gpu | the first, per second and device |
+| time/{step,data,forward,backward,optimizer,log}_s | mean over those steps; the parts sum to the step |
+| time/{eval,save}_s | spent since the last line |
+| memory/peak_gib | most device memory allocated since the last line; absent on the CPU |
+| moe/{load_max_over_mean,router_entropy,z,logit_max}_{min,median,max} | over layers, all micro-batches (2) |
+| moe/dead_experts_max | experts that no token chose, in the worst layer (2) |
+| moe/pairs_{added,dropped}_fraction | what rounding did, per top-K pair |
+| moe/tokens_without_expert_fraction | per token and layer |
+| moe/tile_waste_fraction | unused rows of the tiles that hold any |
+| eval/held_out/ce_{top_k,train_routing} | held-out nats per token under either routing |
+| eval/held_out/routing_gap | the training routing's minus top-K's |
+
+(1) Without evaluation, saves and the first line after a start. (2) From top-K counts, before rounding.
+"""
+
+import time
+from collections.abc import Callable
+
+SECONDS_PER_DAY = 86_400
+STEP_PARTS = ("data", "forward", "backward", "optimizer", "log")
+
+
+class Stopwatch:
+    """Splits the time of a process into the parts of its steps, evaluation and saves.
+
+    Each ``lap`` gives the time since the previous lap to one part, so that nothing is counted twice or lost.
+    ``clock`` returns seconds and only moves forward.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._start = self._last = clock()
+        self._is_first_window = True
+        self._tokens = 0
+        self._all_tokens = 0
+        self._steps = 0
+        self._seconds: dict[str, float] = {}
+
+    def lap(self, part: str) -> None:
+        """Give the time since the last lap to ``part``."""
+        now = self._clock()
+        self._seconds[part] = self._seconds.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def count_step(self, tokens: int) -> None:
+        """Note that a step over ``tokens`` tokens has ended."""
+        self._steps += 1
+        self._tokens += tokens
+        self._all_tokens += tokens
+
+    def window(self, *, num_devices: int) -> dict[str, float]:
+        """Return the time and throughput metrics since the last call, and start a new window."""
+        step_s = sum(self._seconds.get(part, 0.0) for part in STEP_PARTS)
+        metrics = {
+            "throughput/tokens_per_day_wall": self._all_tokens / (self._clock() - self._start) * SECONDS_PER_DAY,
+            "time/step_s": step_s / max(1, self._steps),
+        }
+        for part in STEP_PARTS:
+            metrics[f"time/{part}_s"] = self._seconds.get(part, 0.0) / max(1, self._steps)
+        for part in ("eval", "save"):
+            metrics[f"time/{part}_s"] = self._seconds.get(part, 0.0)
+        if not self._is_first_window and self._steps > 0:
+            tokens_per_s = self._tokens / step_s
+            metrics["throughput/tokens_per_day"] = tokens_per_s * SECONDS_PER_DAY
+            metrics["throughput/tokens_per_s_per_gpu"] = tokens_per_s / num_devices
+        self._is_first_window = False
+        self._tokens = self._steps = 0
+        self._seconds = {}
+        return metrics
