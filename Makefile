@@ -1,0 +1,47 @@
+# make demo   the whole life of a run on this machine: data, train, stop, resume, evaluate, export, reload
+# make test   tests, ruff and mypy
+# make test-hf4   exports read by transformers 4.57, in an environment of its own
+# Each creates its environment first. Another interpreter: make demo PYTHON=python3.12
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+HF4    := .venv-hf4
+# Exports for test-hf4, made anew by every run of it.
+EXPORTS := runs/test-hf4-exports
+
+.PHONY: demo test test-hf4 format clean
+
+demo: $(VENV)/installed
+	$(BIN)/python -m launch.demo
+
+test: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+test-hf4: $(VENV)/installed $(HF4)/installed
+	rm -rf $(EXPORTS)
+	$(BIN)/python tests/checkpoint/make_exports.py $(EXPORTS)
+	GRISTMILL_EXPORTS=$(EXPORTS) $(HF4)/bin/python -m pytest --confcutdir=tests/checkpoint/hf4 tests/checkpoint/hf4
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The marker is written last, so an installation that was cut off is done again.
+$(VENV)/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "gristmill needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "$(PYTHON) cannot create a virtual environment (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
+	$(BIN)/python -m pip install --quiet --editable '.[train,data,wandb,dev]'
+	@touch $@
+
+$(HF4)/installed: pyproject.toml
+	$(PYTHON) -m venv $(HF4)
+	$(HF4)/bin/python -m pip install --quiet 'torch>=2.11,<2.14' 'transformers>=4.57,<4.58' 'numpy<3' 'safetensors<1' 'pytest<10'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(HF4) $(EXPORTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
