@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# OpenMP threads wait asleep: see train.py.
+export OMP_WAIT_POLICY ?= passive
 HF4    := .venv-hf4
 # Exports for test-hf4, made anew by every run of it.
 EXPORTS := runs/test-hf4-exports

@@ -4,7 +4,6 @@ Opaque and with fakes, so that torch.compile traces through in every dtype; argu
 tensors and not plans. What is saved for backward is decided here and is the same for every backend: x, h, the rows'
 scores and the plan, besides the parameters. Argument checks are in api.py.
 """
-# ruff: noqa: PLR0917 - an operator's arguments are positional
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -92,7 +92,8 @@ def test_backward_allocates_nothing_the_size_of_h_outside_the_operator():
     class Record(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
-            shapes.extend(tuple(value.shape) for value in tree_leaves(result) if isinstance(value, torch.Tensor))
+            if func is not torch.ops.aten.detach.default:  # saved outputs are unpacked as views
+                shapes.extend(tuple(value.shape) for value in tree_leaves(result) if isinstance(value, torch.Tensor))
             return result
 
     with Record():
