@@ -25,7 +25,7 @@ from checkpoint.hf_rules import SERVERS, Family, Reader, Verdict, check_rules, d
 from checkpoint.hf_weights import WeightsLayout, write_weights
 from checkpoint.model_card import model_card
 from checkpoint.reference import make_reference
-from checkpoint.saved_run import SavedRun, open_saved_run
+from checkpoint.saved_run import SavedRun, open_saved_run, reading
 from checkpoint.verify_hf import REFERENCE
 from model.config import ModelConfig
 
@@ -68,8 +68,9 @@ def export(run_path: Path | str, out: Path | str, *, step: int | None = None, op
     for verdict in unserved:
         log.warning("%s", verdict)
     partial = _start_folder(out)
-    _write_files(partial, run, config, family=family, unserved=unserved, options=options)
-    report = _compare(partial, run, options) if options.compare_logits else None
+    with reading(run):
+        _write_files(partial, run, config, family=family, unserved=unserved, options=options)
+        report = _compare(partial, run, options) if options.compare_logits else None
     receipt = _receipt(partial, run, family=family, verdicts=verdicts, report=report, options=options)
     write_json(partial / RECEIPT, receipt)
     if report is not None and report["complaints"]:

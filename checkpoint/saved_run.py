@@ -6,13 +6,17 @@ import_hf.py.
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from tokenizers import Tokenizer
+from torch.distributed.checkpoint.api import CheckpointException
 
+from checkpoint.folders import why_incomplete
 from checkpoint.state import TrainState
 from checkpoint.store import checkpoint_of_step, latest_checkpoint, read_train_state, require_complete
 from model.config import ModelConfig
@@ -32,6 +36,11 @@ class SavedTokenizer:
     folder: Path
     vocab_size: int  # one more than the largest id
     eos_id: int
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of every token."""
+        vocabulary: dict[str, int] = self._load().get_vocab(with_added_tokens=True)
+        return vocabulary
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, without special tokens around it."""
@@ -96,7 +105,7 @@ def open_saved_run(path: Path | str, *, step: int | None = None) -> SavedRun:
     if not isinstance(values, dict) or "model" not in values:
         raise ValueError(f"{path / CONFIG} has no section `model`")
     config = model_config(values["model"])
-    tokenizer = _open_tokenizer(path / TOKENIZER)
+    tokenizer = open_tokenizer(path / TOKENIZER)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"the tokenizer in {tokenizer.folder} has {tokenizer.vocab_size} tokens, "
@@ -113,6 +122,21 @@ def open_saved_run(path: Path | str, *, step: int | None = None) -> SavedRun:
     )
 
 
+@contextmanager
+def reading(run: SavedRun) -> Iterator[None]:
+    """Say so, as a ValueError, if the run removes its checkpoint while the body reads it; other errors pass."""
+    try:
+        yield
+    except (OSError, ValueError, CheckpointException) as error:
+        reason = why_incomplete(run.checkpoint) if run.checkpoint.is_dir() else "it was removed"
+        if reason is None:
+            raise
+        raise ValueError(
+            f"{run.checkpoint} cannot be read any more: {reason}. A run that goes on keeps its newest checkpoints "
+            "alone: read a newer one, or raise checkpoint.keep"
+        ) from error
+
+
 def model_config(values: dict[str, Any]) -> ModelConfig:
     """Return the ModelConfig of the section ``model`` of a config.yaml.
 
@@ -125,16 +149,8 @@ def model_config(values: dict[str, Any]) -> ModelConfig:
     return config
 
 
-def _find_checkpoint(folder: Path, step: int | None) -> Path:
-    if step is not None:
-        return require_complete(checkpoint_of_step(folder, step))
-    found = latest_checkpoint(folder)
-    if found is None:
-        raise ValueError(f"{folder} holds no complete checkpoint")
-    return found
-
-
-def _open_tokenizer(folder: Path) -> SavedTokenizer:
+def open_tokenizer(folder: Path) -> SavedTokenizer:
+    """Return the tokenizer in ``folder``. Raises: ValueError when a file is missing or it has no end-of-text token."""
     for name in (_TOKENIZER_FILE, _TOKENIZER_CONFIG):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no {name}: an export needs the tokenizer that the model was trained with")
@@ -144,3 +160,12 @@ def _open_tokenizer(folder: Path) -> SavedTokenizer:
     if eos_token not in vocabulary:
         raise ValueError(f"{folder / _TOKENIZER_CONFIG}: eos_token={eos_token!r} is not in the tokenizer's vocabulary")
     return SavedTokenizer(folder=folder, vocab_size=max(vocabulary.values()) + 1, eos_id=vocabulary[eos_token])
+
+
+def _find_checkpoint(folder: Path, step: int | None) -> Path:
+    if step is not None:
+        return require_complete(checkpoint_of_step(folder, step))
+    found = latest_checkpoint(folder)
+    if found is None:
+        raise ValueError(f"{folder} holds no complete checkpoint")
+    return found

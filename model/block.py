@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from model.attention import Attention
 from model.config import ModelConfig
+from model.kv_cache import LayerCache
 from model.mlp import DenseMLP
 from model.moe import MoE, MoEStats
 from model.norm import RMSNorm
@@ -30,13 +31,20 @@ class DecoderBlock(nn.Module):
             self.mlp = DenseMLP(config.width, hidden_width=config.dense_width)
 
     def forward(
-        self, x_BSD: Tensor, tables: RotaryTables, *, routing: RoutingKind, seed: int | Tensor | None
-    ) -> tuple[Tensor, MoEStats | None]:
-        """Return the stream after this layer and, for a layer with experts, what its router did."""
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), tables)
+        self,
+        x_BSD: Tensor,
+        tables: RotaryTables,
+        *,
+        routing: RoutingKind,
+        seed: int | Tensor | None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, MoEStats | None, LayerCache | None]:
+        """Return the stream after this layer, what its router did if it has one, and the extended cache if one came."""
+        attended_BSD, cache = self.attention(self.attention_norm(x_BSD), tables, cache)
+        x_BSD = x_BSD + attended_BSD
         normalised_BSD = self.mlp_norm(x_BSD)
         if self.moe is None:
             assert self.mlp is not None
-            return x_BSD + self.mlp(normalised_BSD), None
+            return x_BSD + self.mlp(normalised_BSD), None, cache
         out_BSD, stats = self.moe(normalised_BSD, routing=routing, seed=seed)
-        return x_BSD + out_BSD, stats
+        return x_BSD + out_BSD, stats, cache

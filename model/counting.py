@@ -1,11 +1,14 @@
-"""How many parameters a decoder has, and how much arithmetic a token costs, from ModelConfig alone.
+"""How many parameters a decoder has, the bytes they need, and the arithmetic of a token, from ModelConfig alone.
 
+Activations are not counted: they depend on the backend and on what is recomputed.
 tests/model/test_counting.py compares every configuration with a built model.
 """
 
 from dataclasses import dataclass
 
-from model.config import AttentionConfig, ModelConfig, QKNorm
+import torch
+
+from model.config import AttentionConfig, ModelConfig, QKNorm, RouterKind
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,34 @@ class FlopsPerToken:
     noncausal: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class StateDtypes:
+    """What each part of a training process's state is kept in; the defaults are what training/ keeps."""
+
+    parameters: torch.dtype = torch.float32
+    gradients: torch.dtype = torch.float32
+    moments: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of a training process's state over all ranks together: sharding divides them, replication repeats them."""
+
+    parameters: int
+    gradients: int  # of every parameter, until the optimiser has stepped
+    moments: int  # AdamW's two per parameter; its step counts, 4 bytes a tensor, are left out
+    buffers: int  # balancing biases of sigmoid routers, always fp32
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.moments + self.buffers
+
+
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Return the parameter counts of the decoder that ``config`` describes."""
     moe = config.moe
-    num_moe_layers = sum(config.is_moe_layer(layer) for layer in range(config.num_layers))
+    num_moe_layers = _num_moe_layers(config)
     num_dense_layers = config.num_layers - num_moe_layers
     expert = 3 * config.width * moe.expert_width
     vocabulary = config.vocab_size * config.width
@@ -65,6 +92,29 @@ def flops_per_token(config: ModelConfig, *, sequence_length: int) -> FlopsPerTok
     full = 12 * config.num_layers * sequence_length * attention.num_heads * attention.head_width
     matmul = 6 * count_parameters(config).active_matmul
     return FlopsPerToken(causal=matmul + full / 2, noncausal=matmul + full)
+
+
+def state_bytes(config: ModelConfig, dtypes: StateDtypes | None = None) -> StateBytes:
+    """Return the bytes of parameters, gradients, AdamW's moments and buffers that training ``config`` holds."""
+    dtypes = dtypes or StateDtypes()
+    total = count_parameters(config).total
+    num_biases = _num_moe_layers(config) * config.moe.num_experts if config.moe.router is RouterKind.sigmoid else 0
+    return StateBytes(
+        parameters=total * dtypes.parameters.itemsize,
+        gradients=total * dtypes.gradients.itemsize,
+        moments=2 * total * dtypes.moments.itemsize,
+        buffers=num_biases * torch.float32.itemsize,
+    )
+
+
+def kv_cache_bytes_per_token(config: ModelConfig, *, dtype: torch.dtype) -> int:
+    """Return what decoding remembers of one token of one sequence: its keys and values in every layer."""
+    _, key_width = _query_and_key_width(config.attention)
+    return 2 * config.num_layers * key_width * dtype.itemsize
+
+
+def _num_moe_layers(config: ModelConfig) -> int:
+    return sum(config.is_moe_layer(layer) for layer in range(config.num_layers))
 
 
 def _query_and_key_width(attention: AttentionConfig) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 Parameter names are a file format (checkpoints and checkpoint/hf_names.py): renaming one breaks runs on disk.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from model.block import DecoderBlock
 from model.config import ModelConfig
 from model.init import initial_value
+from model.kv_cache import KVCache, LayerCache
 from model.losses import chunked_cross_entropy
 from model.moe import MoE, MoEStats
 from model.norm import RMSNorm
@@ -25,6 +27,7 @@ class DecoderOutput(NamedTuple):
     logits_BSV: Tensor | None  # in the model's dtype, as transformers gives them
     ce_sum: Tensor | None  # fp32 scalar, nats summed over labels that are not -100
     moe: MoEStats  # every field stacked over the layers with experts, (L, ...)
+    cache: KVCache | None = None  # the cache that was given, longer by these positions; None where none was given
 
 
 class LMHead(nn.Module):
@@ -62,11 +65,10 @@ class Decoder(nn.Module):
         self.lm_head = None if config.tie_embeddings else LMHead(config)
 
     @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
+    def init_weights(self, seed: int, *, write: Callable[[Tensor, Tensor], Any] = Tensor.copy_) -> None:
         """Set every parameter and buffer to its starting value (model/init.py), drawn on the CPU from ``seed``.
 
-        A sharded model is initialised inside ``torch.distributed.tensor.experimental.implicit_replication()``; it gets
-        the same values.
+        ``write(parameter, value)`` puts a whole value into its parameter; whoever sharded the model brings their own.
 
         Raises:
             ValueError: if parameters are on the meta device, where they have no values.
@@ -74,7 +76,7 @@ class Decoder(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 raise ValueError(f"{name} is on the meta device: call to_empty(device=...) before init_weights")
-            parameter.copy_(initial_value(name, parameter.shape, init_std=self.config.init_std, seed=seed))
+            write(parameter, initial_value(name, parameter.shape, init_std=self.config.init_std, seed=seed))
         for moe in self.moe_layers():
             if moe.router.expert_bias is not None:
                 moe.router.expert_bias.zero_()
@@ -90,48 +92,72 @@ class Decoder(nn.Module):
         *,
         routing: RoutingKind = RoutingKind.top_k,
         seed: int | Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> DecoderOutput:
         """Return logits, or the summed cross-entropy if labels are given, and the routers' counts and sums.
 
         ``labels_BS`` are already shifted: the label of position s is the token at s + 1, or -100 for none.
         ``seed`` names this micro-batch for stochastic rounding; layer l uses seed · num_layers + l, which must fit in a
         signed 64-bit integer.
+        ``cache`` holds what came before ``input_ids_BS`` (``empty_kv_cache`` at first) and comes back longer by them.
         ``train()`` and ``eval()`` change nothing: the routing is an argument.
 
         Raises:
-            ValueError: if the ids are not (B, S) with S ≤ model.max_positions, or the labels have another shape.
+            ValueError: if the ids are not (B, S), if they and the cache exceed model.max_positions, if the labels have
+                another shape or the cache is of other sequences, or for a cache with another routing than top-K.
         """
-        self._check(input_ids_BS, labels_BS)
-        num_positions = input_ids_BS.shape[1]
+        num_past = 0 if cache is None else cache.num_positions
+        self._check(input_ids_BS, labels_BS, routing, cache)
         tables = rotary_tables(
-            torch.arange(num_positions, device=input_ids_BS.device),
+            torch.arange(num_past, num_past + input_ids_BS.shape[1], device=input_ids_BS.device),
             head_width=self.config.attention.head_width,
             theta=self.config.attention.rope_theta,
         )
         x_BSD = self.embed(input_ids_BS)
         stats_of_layers: list[MoEStats] = []
+        caches: list[LayerCache] = []
         for layer, block in enumerate(self.blocks):
             layer_seed = None if seed is None else seed * self.config.num_layers + layer
-            x_BSD, stats = block(x_BSD, tables, routing=routing, seed=layer_seed)
+            layer_cache = None if cache is None else cache.layers[layer]
+            x_BSD, stats, layer_cache = block(x_BSD, tables, routing=routing, seed=layer_seed, cache=layer_cache)
             if stats is not None:
                 stats_of_layers.append(stats)
+            if layer_cache is not None:
+                caches.append(layer_cache)
         x_BSD = self.norm(x_BSD)
         if self.lm_head is None:
             logits_BSV, ce_sum = _vocabulary_output(x_BSD, self.embed.weight, labels_BS)
         else:
             logits_BSV, ce_sum = self.lm_head(x_BSD, labels_BS)
         moe = MoEStats(*(torch.stack(field) for field in zip(*stats_of_layers, strict=True)))
-        return DecoderOutput(logits_BSV, ce_sum, moe)
+        return DecoderOutput(logits_BSV, ce_sum, moe, None if cache is None else KVCache(tuple(caches)))
 
-    def _check(self, input_ids_BS: Tensor, labels_BS: Tensor | None) -> None:
+    def _check(
+        self, input_ids_BS: Tensor, labels_BS: Tensor | None, routing: RoutingKind, cache: KVCache | None
+    ) -> None:
         if input_ids_BS.ndim != 2 or input_ids_BS.numel() == 0:
             raise ValueError(f"input ids have shape {tuple(input_ids_BS.shape)}, expected (sequences, positions)")
-        if input_ids_BS.shape[1] > self.config.max_positions:
+        num_positions = input_ids_BS.shape[1] + (0 if cache is None else cache.num_positions)
+        if num_positions > self.config.max_positions:
             raise ValueError(
-                f"sequences of {input_ids_BS.shape[1]} tokens exceed model.max_positions={self.config.max_positions}"
+                f"sequences of {num_positions} tokens exceed model.max_positions={self.config.max_positions}"
             )
         if labels_BS is not None and labels_BS.shape != input_ids_BS.shape:
             raise ValueError(f"labels have shape {tuple(labels_BS.shape)}, input ids {tuple(input_ids_BS.shape)}")
+        if cache is not None:
+            self._check_cache(cache, input_ids_BS, routing)
+
+    def _check_cache(self, cache: KVCache, input_ids_BS: Tensor, routing: RoutingKind) -> None:
+        if routing is not RoutingKind.top_k:
+            raise ValueError(
+                f"routing={routing.name} with a cache: it chooses among the tokens of a whole micro-batch, so the "
+                "experts of a token would depend on what is decoded beside it; decode with routing=top_k"
+            )
+        if cache.num_sequences != input_ids_BS.shape[0] or len(cache.layers) != self.config.num_layers:
+            raise ValueError(
+                f"the cache is of {cache.num_sequences} sequences and {len(cache.layers)} layers, but "
+                f"{input_ids_BS.shape[0]} sequences came to a model of {self.config.num_layers} layers"
+            )
 
 
 def _vocabulary_output(

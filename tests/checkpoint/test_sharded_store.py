@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from checkpoint.state import TrainState
-from checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
+from checkpoint.store import latest_checkpoint, load_checkpoint, load_weights, save_checkpoint
 from checkpoint.tensors import read_weights, saved_weights
 
 STATE = TrainState(step=3, tokens=30, samples=3, wandb_id=None)
@@ -58,6 +58,12 @@ def rank_main(rank: int, folder: str) -> None:
     load_checkpoint(latest_checkpoint(Path(folder) / "one"), model=reshared, optimizer=reshared_optimizer)
     train(reshared, reshared_optimizer, range(3, 5))
     full = {name: parameter.full_tensor() for name, parameter in reshared.named_parameters()}
+
+    started, _ = build(4, sharded=True)
+    load_weights(latest_checkpoint(Path(folder) / "one"), started)
+    saved = read_weights(latest_checkpoint(Path(folder) / "one") / "tensors", dict(started.named_parameters()))
+    for name, parameter in started.named_parameters():
+        assert torch.equal(parameter.full_tensor(), saved[name]), "weights alone start a sharded run"
     if rank == 0:
         torch.save(full, Path(folder) / "continued_on_two.pt")
     dist.destroy_process_group()

@@ -7,11 +7,11 @@ import torch
 from omegaconf import OmegaConf
 
 from model.config import ModelConfig, RouterKind, RoutingConfig
-from model.counting import count_parameters, flops_per_token
+from model.counting import StateDtypes, count_parameters, flops_per_token, kv_cache_bytes_per_token, state_bytes
 from model.decoder import Decoder
 from model.moe import moe_problem
 from moe_kernels import BackendName, resolve_backend
-from tests.model.tiny_models import CPU, tiny_config
+from tests.model.tiny_models import CPU, build, tiny_config, token_ids
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL_FILES = sorted((CONFIGS / "model").glob("*.yaml"))
@@ -125,3 +125,27 @@ def test_sizes_are_those_in_the_names(name, total, active):
     assert count.total == pytest.approx(total, rel=0.05)
     if active is not None:
         assert count.active == pytest.approx(active, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_are_those_of_a_process_that_took_a_step(dtype):
+    config = tiny_config(moe={"router": RouterKind.sigmoid}, dense_layers=[1], dense_width=24)
+    decoder = build(config, dtype=dtype)
+    optimizer = torch.optim.AdamW(decoder.parameters())
+    decoder(*token_ids(config)).ce_sum.backward()
+    optimizer.step()
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    counted = state_bytes(config, StateDtypes(parameters=dtype, gradients=dtype, moments=dtype))
+    assert counted.parameters == sum(parameter.nbytes for parameter in decoder.parameters())
+    assert counted.gradients == sum(parameter.grad.nbytes for parameter in decoder.parameters())
+    assert counted.moments == sum(moment.nbytes for moment in moments)
+    assert counted.buffers == sum(buffer.nbytes for buffer in decoder.buffers()) > 0
+    assert counted.total == counted.parameters + counted.gradients + counted.moments + counted.buffers
+
+
+def test_bytes_of_the_published_shapes():
+    """By hand: 16 bytes a parameter in fp32; 16 layers of 16 heads and 48 of 4, all of width 128, twice 2 bytes."""
+    olmoe, qwen = load_model("olmoe_1b_7b"), load_model("qwen3_30b_a3b")
+    assert state_bytes(olmoe).total == 16 * count_parameters(olmoe).total
+    assert kv_cache_bytes_per_token(olmoe, dtype=torch.bfloat16) == 16 * 16 * 128 * 2 * 2
+    assert kv_cache_bytes_per_token(qwen, dtype=torch.bfloat16) == 48 * 4 * 128 * 2 * 2

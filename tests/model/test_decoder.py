@@ -68,7 +68,7 @@ def test_sums_of_the_stats_are_their_definitions(kind):
     block = decoder.blocks[0]
     tables = rotary_tables(torch.arange(input_ids.shape[1]), head_width=8, theta=1e4)
     x_BSD = decoder.embed(input_ids)
-    x_BSD = x_BSD + block.attention(block.attention_norm(x_BSD), tables)
+    x_BSD = x_BSD + block.attention(block.attention_norm(x_BSD), tables)[0]
     logits_BSE = block.mlp_norm(x_BSD) @ block.moe.router.weight.T
     if kind is RouterKind.softmax:
         prob_BSE = logits_BSE.softmax(-1)

@@ -1,5 +1,8 @@
 """Every parameter and buffer starts from its stated value, whatever was in memory before."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -127,3 +130,21 @@ def test_qk_norm_weights_have_the_width_they_normalise(qk_norm, shapes):
     ).state_dict()
     names = [f"blocks.0.attention.{norm}.weight" for norm in ("q_norm", "k_norm")]
     assert tuple(state[name].numel() for name in names if name in state) == (shapes or ())
+
+
+def documented_starts() -> dict[str, str]:
+    """Return how docs/model.md says that each parameter starts: normal, 1 or 0."""
+    text = (Path(__file__).parents[2] / "docs" / "model.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^\| `(\S+)` \| \(.*?\| (normal|1|0) \| .+ \|$", text, flags=re.MULTILINE))
+
+
+def test_the_documentation_states_the_start_of_every_parameter_and_of_nothing_else():
+    starts = documented_starts()
+    tensors = initialised_after_poison(CONFIG).state_dict()
+    assert {re.sub(r"blocks\.\d+\.", "blocks.{l}.", name) for name in tensors} == set(starts)
+    for name, tensor in tensors.items():
+        start = starts[re.sub(r"blocks\.\d+\.", "blocks.{l}.", name)]
+        if start == "normal":
+            assert tensor.std() > 0, name
+        else:
+            assert (tensor == float(start)).all(), name
