@@ -1,6 +1,7 @@
 """Train a fine-grained Mixture-of-Experts model: ``python train.py [group=choice] [key=value] ...``.
 
-Without arguments: the tiny model on the bundled text, on whatever this machine has. See README.md.
+Without arguments: the tiny model on the bundled text, on whatever this machine has. Under torchrun: one process a GPU.
+See README.md.
 """
 
 import logging
@@ -12,28 +13,45 @@ import sys
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from moe_kernels import KernelUnavailable
 from training.config import RunConfig, register_schemas
 from training.trainer import Trainer
+from training.world import open_world
 
 register_schemas()
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
 def main(values: DictConfig) -> None:
-    """Build the run that Hydra composed and train it; leaves with a message, not a trace, if it cannot start."""
+    """Train the run that Hydra composed; leaves with a message, not a trace, if it cannot start."""
     # From here on a failure is ours: Hydra would cut its trace to the last line.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s", stream=sys.stdout)
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        sys.exit("error: --multirun would train one run after another in this process; start one command a run")
+    sys.exit(run(values))
+
+
+@record
+def run(values: DictConfig) -> int:
+    """Return the exit code of the run; torchrun reports what it raises."""
     try:
         config = OmegaConf.to_object(values)
         assert isinstance(config, RunConfig)
-        trainer = Trainer(config)
+        world = open_world(config.run.device)
+        level = logging.INFO if world.is_first else logging.ERROR
+        logging.basicConfig(level=level, format="%(levelname).1s %(name)s: %(message)s", stream=sys.stdout)
+        trainer = Trainer(config, world)
     except (ValueError, KernelUnavailable) as problem:
-        sys.exit(f"error: {problem}")
-    sys.exit(trainer.fit())
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    exit_code = trainer.fit()
+    world.close()
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from evaluation.summary import read_metrics
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -85,3 +89,25 @@ def test_train_runs_from_any_folder(prepared_root: Path, tmp_path: Path) -> None
     )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "here" / "cpu_smoke" / "config.yaml").exists()
+
+
+def test_a_run_goes_on_with_other_numbers_of_processes(prepared_root: Path, tmp_path: Path) -> None:
+    arguments = [
+        *("debug=cpu_smoke", "evaluation.every_steps=3", "model.vocab_size=512", "data.sequence_length=64"),
+        *("model.moe.routing.tile_m=32", "train.global_batch_sequences=8", "train.num_threads=1"),
+        *(f"data.root={prepared_root}", f"run.root={tmp_path}"),
+    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    for stop, launcher in ((2, torchrun), (4, [sys.executable]), (6, torchrun)):
+        command = [*launcher, str(ROOT / "train.py"), *arguments, "run.name=parts", f"run.stop_at_step={stop}"]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
+        assert result.returncode == 0, result.stderr
+    assert train(*arguments, "run.name=whole", cwd=tmp_path).returncode == 0
+    whole, parts = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
+    assert [line["progress/step"] for line in parts] == [line["progress/step"] for line in whole]
+    for left, right in zip(whole, parts, strict=True):
+        for name in ("loss/ce", "loss/load_balance", "optim/grad_norm", "eval/held_out/ce_top_k"):
+            assert (name in left) == (name in right)
+            if name in left:
+                assert left[name] == pytest.approx(right[name], rel=1e-5), name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "whole"]

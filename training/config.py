@@ -39,6 +39,42 @@ class BalanceScope(Enum):
     global_step = "global_step"  # against the load of the whole step before; the first step against its own
 
 
+class Precision(Enum):
+    """What blocks compute in; parameters, their gradients' sums and the optimiser are fp32 in both."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Schedule(Enum):
+    """How the learning rate falls after the warm-up."""
+
+    cosine = "cosine"  # along half a cosine to the end
+    wsd = "wsd"  # constant, then linearly down over the last optim.decay_fraction of the run
+
+
+class ActivationCheckpointing(Enum):
+    """What a block recomputes in the backward instead of keeping it."""
+
+    none = "none"
+    selective = "selective"  # everything but attention and the MoE op
+    full = "full"
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelConfig:
+    """How processes share the model. Changes memory and speed, not what is computed; may change on resume."""
+
+    shard_degree: int | None = None  # processes that hold one copy of the model between them; null: all of them
+    reshard_after_forward: bool = True  # free a block's gathered parameters until its backward
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
+    compile: bool = False  # torch.compile for every block
+
+    def __post_init__(self) -> None:
+        if self.shard_degree is not None and self.shard_degree < 1:
+            raise ValueError(f"parallel.shard_degree={self.shard_degree} must be at least 1 (or null for all)")
+
+
 @dataclass(kw_only=True, slots=True)
 class RunSection:
     """Where the run lives and how far this process takes it. May differ between the processes of one run."""
@@ -67,6 +103,8 @@ class TrainConfig:
     router_z_weight: float = 0.001
     expert_bias_rate: float = 0.001  # step of the balancing bias after each optimiser step; sigmoid router only
     max_grad_norm: float = 1.0
+    init_from: str | None = None  # run folder, imported ones too, whose weights a new run starts from
+    precision: Precision = Precision.fp32
     seed: int = 0  # of the initial weights and of stochastic rounding; the order of the data has data.order_seed
     num_threads: int = 2  # of torch on the CPU; part of the run because sums depend on it
 
@@ -97,13 +135,16 @@ class TrainConfig:
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
-    """AdamW, and a cosine schedule after a linear warm-up."""
+    """AdamW, and a schedule after a linear warm-up."""
 
     lr: float
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.1  # on matrices; norms and biases have none
+    decay_embeddings: bool = True  # whether the embedding and the head decay as other matrices do
+    schedule: Schedule = Schedule.cosine
     warmup_fraction: float = 0.05  # of train.num_steps
+    decay_fraction: float = 0.2  # of train.num_steps; read by wsd only
     final_lr_fraction: float = 0.1  # of lr, reached at train.num_steps
 
     def __post_init__(self) -> None:
@@ -113,9 +154,14 @@ class OptimConfig:
             raise ValueError(f"optim.betas={self.betas} must be two numbers from 0 up to but not including 1")
         if self.weight_decay < 0:
             raise ValueError(f"optim.weight_decay={self.weight_decay} must not be negative")
-        for name in ("warmup_fraction", "final_lr_fraction"):
+        for name in ("warmup_fraction", "decay_fraction", "final_lr_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"optim.{name}={getattr(self, name)} must lie between 0 and 1")
+        if self.schedule is Schedule.wsd and self.warmup_fraction + self.decay_fraction > 1:
+            raise ValueError(
+                f"optim.warmup_fraction={self.warmup_fraction} and optim.decay_fraction={self.decay_fraction} exceed "
+                "the run together"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -168,13 +214,14 @@ class LoggingConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
-    """Everything that decides a run. Sections run, logging, evaluation and checkpoint may change on resume."""
+    """Everything that decides a run. run, parallel, logging, evaluation and checkpoint may change on resume."""
 
     model: ModelConfig
     data: DataConfig
     train: TrainConfig
     optim: OptimConfig
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunSection = field(default_factory=RunSection)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

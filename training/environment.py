@@ -1,4 +1,4 @@
-"""What a process of a run stands on: device, threads, and the wish to stop. Nothing here knows the model."""
+"""What a process of a run stands on besides the others (world.py): threads, and the wish to stop."""
 
 import logging
 import signal
@@ -6,23 +6,7 @@ from types import FrameType
 
 import torch
 
-from training.config import DeviceName
-
 log = logging.getLogger(__name__)
-
-
-def choose_device(name: DeviceName) -> torch.device:
-    """Return the device to compute on.
-
-    Raises: ValueError if ``run.device=cuda`` and torch finds none.
-    """
-    if name is DeviceName.cpu:
-        return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    if name is DeviceName.cuda:
-        raise ValueError("run.device=cuda, but torch finds no CUDA device; use run.device=auto or run.device=cpu")
-    return torch.device("cpu")
 
 
 def fix_numerics(num_threads: int) -> None:

@@ -1,21 +1,24 @@
 """Held-out loss during a run, under the evaluation's routing and under the training's. Judging exports is elsewhere."""
 
 import torch
+from torch import Tensor
 
+from data.batch import IGNORED_LABEL
 from data.loader import RowSource
 from model.decoder import Decoder
 from moe_kernels import RoutingKind
 from training.config import RunConfig
 from training.environment import StopRequest
+from training.world import World
 
 
 def held_out_losses(
-    model: Decoder, rows: RowSource, config: RunConfig, *, stop: StopRequest
+    model: Decoder, rows: RowSource, config: RunConfig, *, world: World, stop: StopRequest
 ) -> dict[str, float] | None:
-    """Return the ``eval/held_out/…`` metrics, or None if ``stop`` was asked for meanwhile.
+    """Return the ``eval/held_out/…`` metrics, or None if any process was asked to stop meanwhile.
 
     Reads whole micro-batches of the training's size, because token rounding depends on it, from the start of the
-    held-out rows; the same rows serve both routings.
+    held-out rows; the same rows serve both routings, and processes share them.
 
     Raises: ValueError if the held-out split holds less than one micro-batch.
     """
@@ -24,14 +27,16 @@ def held_out_losses(
     kinds = {"ce_top_k": config.model.moe.routing.evaluation, "ce_train_routing": config.model.moe.routing.train}
     metrics: dict[str, float] = {}
     for name, routing in kinds.items():
-        ce_sum = 0.0
-        num_valid = 0
-        for index in range(num_batches):
-            if stop:
+        sums = torch.zeros(2, dtype=torch.float64, device=world.device)  # nats and valid labels
+        for index in range(world.rank, num_batches + -num_batches % world.size, world.size):
+            if world.any(bool(stop)):
                 return None
-            batch_sum, batch_valid = _batch_loss(model, rows, first=index * size, size=size, routing=routing)
-            ce_sum += batch_sum
-            num_valid += batch_valid
+            # Every process takes part in every forward, because it holds shards that the others need. Past the last
+            # batch it repeats the first, and that does not count.
+            is_real = index < num_batches
+            loss = _batch_loss(model, rows, first=index * size if is_real else 0, size=size, routing=routing)
+            sums += loss * is_real
+        ce_sum, num_valid = world.sum(sums).tolist()
         metrics[f"eval/held_out/{name}"] = ce_sum / num_valid
     metrics["eval/held_out/routing_gap"] = metrics["eval/held_out/ce_train_routing"] - metrics["eval/held_out/ce_top_k"]
     return metrics
@@ -54,9 +59,10 @@ def num_evaluation_batches(num_rows: int, config: RunConfig) -> int:
 
 
 @torch.no_grad()
-def _batch_loss(model: Decoder, rows: RowSource, *, first: int, size: int, routing: RoutingKind) -> tuple[float, int]:
-    batch = rows.batch(first, size).to(model.embed.weight.device)
+def _batch_loss(model: Decoder, rows: RowSource, *, first: int, size: int, routing: RoutingKind) -> Tensor:
+    """Return the summed cross-entropy of a batch in nats, and its number of valid labels."""
+    batch = rows.batch(first, size).to(next(model.parameters()).device)
     # A fixed seed: stochastic rounding must not make two evaluations of one model differ.
     output = model(batch.input_ids_BS, batch.labels_BS, routing=routing, seed=0)
     assert output.ce_sum is not None
-    return float(output.ce_sum), int((batch.labels_BS != -100).sum())
+    return torch.stack([output.ce_sum.double(), (batch.labels_BS != IGNORED_LABEL).sum().double()])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from model.moe import MoEStats
+from training.world import World
 
 
 class ExpertLoad(NamedTuple):
@@ -48,6 +49,20 @@ class ExpertLoad(NamedTuple):
         logit_max_L = torch.stack(by_field.pop("logit_max_L")).amax(0)
         sums = {name: torch.stack(values).sum(0) for name, values in by_field.items()}
         return cls(num_tokens=num_tokens, logit_max_L=logit_max_L, **sums)
+
+    def over(self, world: World) -> "ExpertLoad":
+        """Return the load of all processes together."""
+        if world.size == 1:
+            return self
+        summed = [name for name in self._fields if name not in ("num_tokens", "logit_max_L")]
+        # One sum for all fields; doubles hold every count exactly.
+        values = [getattr(self, name) for name in summed]
+        flat = world.sum(torch.cat([value.flatten().double() for value in values]))
+        parts = flat.split([value.numel() for value in values])
+        sums = {
+            name: part.view_as(value).to(value.dtype) for name, part, value in zip(summed, parts, values, strict=True)
+        }
+        return ExpertLoad(num_tokens=self.num_tokens * world.size, logit_max_L=world.max(self.logit_max_L), **sums)
 
     def metrics(self) -> dict[str, float]:
         """Return the ``moe/…`` metrics; their meaning is in the table of metrics.py."""

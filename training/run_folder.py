@@ -25,7 +25,7 @@ from training.config import RunConfig
 log = logging.getLogger(__name__)
 
 # What a process may change when it goes on with a run: where it lives, how often it reports, where it logs.
-FREE_SECTIONS = ("run", "logging", "evaluation", "checkpoint")
+FREE_SECTIONS = ("run", "parallel", "logging", "evaluation", "checkpoint")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from data.batch import IGNORED_LABEL, Batch
@@ -25,25 +25,39 @@ from model.router import updated_expert_bias
 from moe_kernels import RoutingKind
 from training.config import BalanceScope, TrainConfig
 from training.load import ExpertLoad
+from training.parallel import clip_gradients, synchronise_gradients
+from training.world import World
+
+
+class MicroBatch(NamedTuple):
+    """One forward's batch, and the global index of its first sequence.
+
+    The index seeds stochastic rounding, so that a micro-batch is rounded alike whichever process computes it, and when.
+    """
+
+    batch: Batch
+    first_sample: int
+
+    def rounding_seed(self, seed: int) -> int:
+        """Return the seed of its rounding in the run with ``train.seed`` = ``seed``."""
+        return (seed << 40) + self.first_sample
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens of the micro-batch."""
+        return self.batch.input_ids_BS.numel()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepInput:
     """What an optimiser step reads besides the model.
 
-    ``first_sample`` is the global index of the first sequence; with ``train.seed`` it seeds stochastic rounding, so
-    that a micro-batch is rounded alike wherever it is computed. ``previous_count_LE`` are the top-K counts of the step
-    before, None in the first; only ``BalanceScope.global_step`` reads them.
+    ``micro_batches`` are this process's; every process has as many. ``previous_count_LE`` are the top-K counts of the
+    step before, None in the first; only ``BalanceScope.global_step`` reads them.
     """
 
-    micro_batches: Sequence[Batch]
-    first_sample: int
+    micro_batches: Sequence[MicroBatch]
     previous_count_LE: Tensor | None = None
-
-    def seeds(self, seed: int) -> list[int]:
-        """Return the seed of each micro-batch's rounding."""
-        sizes = [batch.input_ids_BS.shape[0] for batch in self.micro_batches]
-        return [(seed << 40) + self.first_sample + sum(sizes[:index]) for index in range(len(sizes))]
 
 
 class Losses(NamedTuple):
@@ -68,33 +82,37 @@ def train_step(
     optimizer: Optimizer,
     step_input: StepInput,
     *,
+    world: World,
     config: TrainConfig,
     routing: RoutingKind,
     lap: Callable[[str], None],
 ) -> StepResult:
-    """Return the losses, gradient norm and expert load of one optimiser step.
+    """Return the losses, gradient norm and expert load of one optimiser step, over all processes.
 
-    The cross-entropy of every micro-batch is divided by the valid tokens of all of them, so that the gradient is the
-    one of a single large batch whatever the split. ``lap`` is called with the name of each part of the step that has
-    just ended.
+    The cross-entropy of every micro-batch is divided by the valid tokens of all of them in all processes, so that the
+    gradient is the one of a single large batch whatever the split. ``lap`` is called with the name of each part of the
+    step that has just ended.
 
     Raises: FloatingPointError, leaving the parameters as they were, if the gradient norm is not finite.
     """
-    num_valid = sum(int((batch.labels_BS != IGNORED_LABEL).sum()) for batch in step_input.micro_batches)
-    if num_valid == 0:
-        raise ValueError(f"a batch of {len(step_input.micro_batches)} micro-batches holds no label to predict")
-    fraction_LE = _global_load_fraction(model, step_input, config=config, routing=routing)
+    micro_batches = step_input.micro_batches
+    num_valid = world.sum(
+        torch.stack([(micro.batch.labels_BS != IGNORED_LABEL).sum() for micro in micro_batches]).sum()
+    )
+    fraction_LE = _global_load_fraction(model, step_input, world=world, config=config, routing=routing)
+    balance = _Balance(config.balance_scope, model.config.moe.experts_per_token, fraction_LE)
     optimizer.zero_grad(set_to_none=True)
     parts: list[Losses] = []
     loads: list[ExpertLoad] = []
-    for batch, seed in zip(step_input.micro_batches, step_input.seeds(config.seed), strict=True):
-        output = model(batch.input_ids_BS, batch.labels_BS, routing=routing, seed=seed)
+    for index, micro in enumerate(micro_batches):
+        synchronise_gradients(model, is_last=index == len(micro_batches) - 1)
+        output = _forward(model, micro, config=config, routing=routing)
         losses = _losses(
             output,
             num_valid=num_valid,
-            num_tokens=batch.input_ids_BS.numel(),
-            num_micro_batches=len(step_input.micro_batches),
-            balance=_Balance(config.balance_scope, model.config.moe.experts_per_token, fraction_LE),
+            num_tokens=micro.num_tokens,
+            num_micro_batches=len(micro_batches) * world.size,
+            balance=balance,
             config=config,
         )
         lap("forward")
@@ -102,19 +120,27 @@ def train_step(
         lap("backward")
         parts.append(Losses(*(loss.detach() for loss in losses)))
         tile_m = model.config.moe.routing.tile_m
-        loads.append(ExpertLoad.of(output.moe, num_tokens=batch.input_ids_BS.numel(), tile_m=tile_m))
-    load = ExpertLoad.sum(loads)
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+        loads.append(ExpertLoad.of(output.moe, num_tokens=micro.num_tokens, tile_m=tile_m))
+    summed = Losses(*world.sum(torch.stack([torch.stack(part) for part in parts]).sum(0)))
+    load = ExpertLoad.sum(loads).over(world)
+    grad_norm = clip_gradients(model, config.max_grad_norm)
     if not bool(torch.isfinite(grad_norm)):
         raise FloatingPointError(
-            f"the gradient norm is {float(grad_norm)} (cross-entropy {sum(float(part.ce) for part in parts):.4f}); the "
-            "parameters were not updated. Lower optim.lr or train.max_grad_norm, or resume from an earlier checkpoint"
+            f"the gradient norm is {float(grad_norm)} (cross-entropy {float(summed.ce):.4f} over {int(num_valid)} "
+            "valid tokens); the parameters were not updated. Lower optim.lr or train.max_grad_norm, or resume from "
+            "an earlier checkpoint"
         )
     optimizer.step()
     _move_expert_bias(model, load.top_k_count_LE, config.expert_bias_rate)
     lap("optimizer")
-    summed = Losses(*(torch.stack(values).sum() for values in zip(*parts, strict=True)))
     return StepResult(losses=summed, grad_norm=grad_norm, load=load)
+
+
+def _forward(model: Decoder, micro: MicroBatch, *, config: TrainConfig, routing: RoutingKind) -> DecoderOutput:
+    output: DecoderOutput = model(
+        micro.batch.input_ids_BS, micro.batch.labels_BS, routing=routing, seed=micro.rounding_seed(config.seed)
+    )
+    return output
 
 
 class _Balance(NamedTuple):
@@ -136,7 +162,7 @@ class _Balance(NamedTuple):
 def _losses(
     output: DecoderOutput,
     *,
-    num_valid: int,
+    num_valid: Tensor,
     num_tokens: int,
     num_micro_batches: int,
     balance: _Balance,
@@ -153,7 +179,7 @@ def _losses(
 
 @torch.no_grad()
 def _global_load_fraction(
-    model: Decoder, step_input: StepInput, *, config: TrainConfig, routing: RoutingKind
+    model: Decoder, step_input: StepInput, *, world: World, config: TrainConfig, routing: RoutingKind
 ) -> Tensor | None:
     """Return each expert's share of pairs that ``BalanceScope.global_step`` holds a step against; None for others.
 
@@ -164,10 +190,10 @@ def _global_load_fraction(
     if step_input.previous_count_LE is not None:
         return load_fraction(step_input.previous_count_LE)
     counts_LE = [
-        model(batch.input_ids_BS, batch.labels_BS, routing=routing, seed=seed).moe.top_k_count_BE.sum(-2)
-        for batch, seed in zip(step_input.micro_batches, step_input.seeds(config.seed), strict=True)
+        _forward(model, micro, config=config, routing=routing).moe.top_k_count_BE.sum(-2)
+        for micro in step_input.micro_batches
     ]
-    return load_fraction(torch.stack(counts_LE).sum(0))
+    return load_fraction(world.sum(torch.stack(counts_LE).sum(0)))
 
 
 @torch.no_grad()

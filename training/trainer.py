@@ -1,25 +1,32 @@
-"""The life of a run in one process: build or resume, step, log, evaluate, save, stop."""
+"""The life of a run: build or resume, step, log, evaluate, save, stop. One Trainer in every process."""
 
+import itertools
+import json
 import logging
 import sys
+from collections.abc import Iterator
 
 import torch
 
+from checkpoint.start import load_start
 from checkpoint.state import TrainState
 from checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
-from data.batch import Batch
 from data.loader import open_prepared
+from data.prefetch import prefetch
 from model.decoder import Decoder
 from model.moe import moe_problem
-from moe_kernels import resolve_backend
+from moe_kernels import Backend, RoutingKind, resolve_backend
+from training.audit import audit_first_step, code_fingerprint
 from training.config import RunConfig, WandbMode
-from training.environment import StopRequest, choose_device, fix_numerics
+from training.environment import StopRequest, fix_numerics
 from training.evaluate import held_out_losses, num_evaluation_batches
 from training.metrics import Stopwatch
 from training.optim import build_optimizer, learning_rate, set_learning_rate
-from training.run_folder import check_vocabulary, config_values, open_run
+from training.parallel import DTYPES, build_parallel
+from training.run_folder import RunFolder, check_vocabulary, config_values, open_run
 from training.sinks import ConsoleSink, JsonlSink, Sink, Sinks, WandbSink, import_wandb, new_wandb_id
-from training.step import StepInput, StepResult, train_step
+from training.step import MicroBatch, StepInput, StepResult, train_step
+from training.world import World
 
 log = logging.getLogger(__name__)
 
@@ -30,43 +37,78 @@ EXIT_STOPPED_BY_SIGNAL = 75  # EX_TEMPFAIL: saved, and worth starting again
 class Trainer:
     """One run, from its configuration to its last checkpoint."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, world: World) -> None:
         """Open the data and the run folder, build the model, and resume from the newest complete checkpoint.
 
         Raises: ValueError or KernelUnavailable, before anything is built or overwritten, naming the knob to turn.
         """
         self.config = config
+        self.world = world
         self._stopwatch = Stopwatch()
         for warning in config.warnings():
             log.warning(warning)
         fix_numerics(config.train.num_threads)
-        self.device = choose_device(config.run.device)
+        _check_division(config, world)
         self.data = open_prepared(config.data)
         check_vocabulary(config, self.data)
         num_evaluation_batches(self.data.held_out.num_rows, config)
         if config.logging.wandb is not WandbMode.off:
             import_wandb()
-        problem = moe_problem(config.model, tokens=config.micro_batch_tokens, dtype=torch.float32, device=self.device)
-        backend = resolve_backend(config.kernels.backend, problem)
-        self.folder = open_run(config, self.data)
-        self.model = Decoder(config.model, backend=backend)
-        self.model.init_weights(config.train.seed)
-        self.model.to(self.device)
+        backend = _choose_backend(config, world)
+        world.require_same(
+            config=json.dumps(config_values(config)),
+            data=",".join(source.manifest.sha256 for source in self.data.sources),
+            code=code_fingerprint(),
+            torch=torch.__version__,
+            backend=backend.name,
+        )
+        self.folder: RunFolder = world.first(lambda: open_run(config, self.data))
+        self.model = build_parallel(
+            lambda: Decoder(config.model, backend=backend),
+            world,
+            config.parallel,
+            precision=config.train.precision,
+            seed=config.train.seed,
+        )
         self.optimizer = build_optimizer(self.model, config.optim)
         self.state = self._resume()
         counts = self.state.top_k_counts
-        self._previous_count_LE = None if counts is None else torch.tensor(counts, device=self.device)
+        self._previous_count_LE = None if counts is None else torch.tensor(counts, device=world.device)
+        self._micro_batches = self._deal()
 
     def _resume(self) -> TrainState:
-        checkpoint = latest_checkpoint(self.folder.checkpoints)
+        checkpoint = self.world.first(lambda: latest_checkpoint(self.folder.checkpoints))
         if checkpoint is None:
+            wandb_id = self.world.first(lambda: new_wandb_id(self.config.logging))
             log.info("new run in %s", self.folder.path)
-            return TrainState(step=0, tokens=0, samples=0, wandb_id=new_wandb_id(self.config.logging))
+            if self.config.train.init_from is not None:
+                start = load_start(
+                    self.config.train.init_from,
+                    model=self.model,
+                    config=self.config.model,
+                    tokenizer=self.data.tokenizer_folder,
+                )
+                log.info("weights from %s", start)
+            return TrainState(step=0, tokens=0, samples=0, wandb_id=wandb_id)
         state = load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer)
         if state.wandb_id is None:
-            state.wandb_id = new_wandb_id(self.config.logging)
+            state.wandb_id = self.world.first(lambda: new_wandb_id(self.config.logging))
         log.info("resumed %s at step %d, %d tokens", checkpoint, state.step, state.tokens)
         return state
+
+    def _deal(self) -> Iterator[MicroBatch]:
+        """Yield this process's micro-batches from the run's position on, made ahead by a thread.
+
+        A step is a fixed list of micro-batches; process r of n takes number r, r + n, r + 2n of every step.
+        """
+        size = self.config.train.micro_batch_sequences
+        start = self.state.samples
+        mine = (start + size * number for number in itertools.count(self.world.rank, self.world.size))
+        firsts, requests = itertools.tee(mine)
+        on_gpu = self.world.device.type == "cuda"
+        batches = prefetch(self.data.train, ((first, size) for first in requests), pin_memory=on_gpu)
+        for first, batch in zip(firsts, batches, strict=True):
+            yield MicroBatch(batch.to(self.world.device), first)
 
     def fit(self) -> int:
         """Train to the last step, ``run.stop_at_step`` or a signal, and return the exit code of the process."""
@@ -75,20 +117,24 @@ class Trainer:
         if self.state.step >= last_step:
             log.info("nothing to do: the run is at step %d of %d", self.state.step, last_step)
             return EXIT_DONE
-        with StopRequest() as stop, Sinks(self._sinks()) as sinks:
+        with StopRequest() as stop, Sinks(self._sinks() if self.world.is_first else []) as sinks:
             self._stopwatch.lap("start")
-            while self.state.step < last_step and not stop:
+            is_stopping = False
+            while self.state.step < last_step and not is_stopping:
                 result = self._step()
-                is_last = self.state.step == last_step or bool(stop)
+                is_stopping = self.world.any(bool(stop))
+                is_last = self.state.step == last_step or is_stopping
                 if is_last or self.state.step % self.config.logging.every_steps == 0:
                     sinks.write(self._progress() | self._step_metrics(result))
                     self._stopwatch.lap("log")
-                if not stop and self._is_due(self.config.evaluation.every_steps, is_end=self.state.step == num_steps):
-                    self._evaluate(sinks, stop)
-                if self._is_due(self.config.checkpoint.every_steps, is_end=is_last or bool(stop)):
+                is_end = self.state.step == num_steps
+                if not is_stopping and self._is_due(self.config.evaluation.every_steps, is_end=is_end):
+                    is_stopping = self._evaluate(sinks, stop)
+                if self._is_due(self.config.checkpoint.every_steps, is_end=is_last or is_stopping):
                     self._save()
-        if stop:
-            print(f"stopped by {stop.signal.name if stop.signal else ''} at step {self.state.step}", file=sys.stderr)
+        if is_stopping:
+            name = stop.signal.name if stop.signal else "a signal to another process"
+            print(f"stopped by {name} at step {self.state.step}; the same command goes on", file=sys.stderr)
             return EXIT_STOPPED_BY_SIGNAL
         return EXIT_DONE
 
@@ -96,10 +142,8 @@ class Trainer:
         return is_end or (every_steps > 0 and self.state.step % every_steps == 0)
 
     def _sinks(self) -> list[Sink]:
-        sinks: list[Sink] = [
-            ConsoleSink(self.config.train.num_steps),
-            JsonlSink(self.folder.metrics, start=self._progress()),
-        ]
+        jsonl = JsonlSink(self.folder.metrics, start=self._progress())
+        sinks: list[Sink] = [ConsoleSink(self.config.train.num_steps), jsonl]
         if self.config.logging.wandb is not WandbMode.off:
             assert self.state.wandb_id is not None
             wandb_sink = WandbSink(
@@ -117,23 +161,21 @@ class Trainer:
         """Take one optimiser step and move the state past its samples."""
         train = self.config.train
         set_learning_rate(self.optimizer, learning_rate(self.state.step, optim=self.config.optim, train=train))
-        micro_batches = [
-            self._micro_batch(self.state.samples + index * train.micro_batch_sequences)
-            for index in range(train.micro_batches_per_step)
-        ]
+        num_mine = train.micro_batches_per_step // self.world.size
+        micro_batches = list(itertools.islice(self._micro_batches, num_mine))
         self._stopwatch.lap("data")
         result = train_step(
             self.model,
             self.optimizer,
-            StepInput(
-                micro_batches=micro_batches,
-                first_sample=self.state.samples,
-                previous_count_LE=self._previous_count_LE,
-            ),
+            StepInput(micro_batches=micro_batches, previous_count_LE=self._previous_count_LE),
+            world=self.world,
             config=train,
             routing=self.config.model.moe.routing.train,
             lap=self._stopwatch.lap,
         )
+        if self.state.step == 0:
+            audit_first_step(self.model, self.optimizer)
+            log.info("first step: every parameter got a gradient and moved, every buffer is finite")
         self._previous_count_LE = result.load.top_k_count_LE
         tokens = train.global_batch_sequences * self.config.data.sequence_length
         self.state.step += 1
@@ -141,9 +183,6 @@ class Trainer:
         self.state.tokens += tokens
         self._stopwatch.count_step(tokens)
         return result
-
-    def _micro_batch(self, first_sample: int) -> Batch:
-        return self.data.train.batch(first_sample, self.config.train.micro_batch_sequences).to(self.device)
 
     def _progress(self) -> dict[str, float]:
         return {
@@ -157,17 +196,21 @@ class Trainer:
         metrics["optim/grad_norm"] = float(result.grad_norm)
         metrics["optim/lr"] = self.optimizer.param_groups[0]["lr"]
         metrics |= result.load.metrics()
-        metrics |= self._stopwatch.window(num_devices=1)
-        if self.device.type == "cuda":
-            metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
-            torch.cuda.reset_peak_memory_stats(self.device)
+        metrics |= self._stopwatch.window(num_devices=self.world.size)
+        device = self.world.device
+        if device.type == "cuda":
+            metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+            torch.cuda.reset_peak_memory_stats(device)
         return metrics
 
-    def _evaluate(self, sinks: Sinks, stop: StopRequest) -> None:
-        losses = held_out_losses(self.model, self.data.held_out, self.config, stop=stop)
+    def _evaluate(self, sinks: Sinks, stop: StopRequest) -> bool:
+        """Log the held-out losses; say whether any process was asked to stop meanwhile."""
+        losses = held_out_losses(self.model, self.data.held_out, self.config, world=self.world, stop=stop)
         self._stopwatch.lap("eval")
-        if losses is not None:
-            sinks.write(self._progress() | losses)
+        if losses is None:
+            return True
+        sinks.write(self._progress() | losses)
+        return False
 
     def _save(self) -> None:
         assert self._previous_count_LE is not None
@@ -182,3 +225,31 @@ class Trainer:
         )
         self._stopwatch.lap("save")
         log.info("saved %s", path)
+
+
+def _check_division(config: RunConfig, world: World) -> None:
+    """Raise ValueError unless every process gets as many micro-batches of a step as the others."""
+    if config.train.micro_batches_per_step % world.size != 0:
+        raise ValueError(
+            f"a step of train.global_batch_sequences={config.train.global_batch_sequences} is "
+            f"{config.train.micro_batches_per_step} micro-batches of train.micro_batch_sequences="
+            f"{config.train.micro_batch_sequences}, which {world.size} processes cannot share equally: make the global "
+            f"batch a multiple of {world.size * config.train.micro_batch_sequences}"
+        )
+
+
+def _choose_backend(config: RunConfig, world: World) -> Backend:
+    """Return the backend that ``kernels.backend`` names for this run's shape.
+
+    Raises: KernelUnavailable if there is none, ValueError if its tiles do not fit those that routing fills.
+    """
+    dtype = DTYPES[config.train.precision]
+    problem = moe_problem(config.model, tokens=config.micro_batch_tokens, dtype=dtype, device=world.device)
+    backend = resolve_backend(config.kernels.backend, problem)
+    routing = config.model.moe.routing
+    if routing.train is RoutingKind.token_rounding and routing.tile_m % backend.tile_m != 0:
+        raise ValueError(
+            f"model.moe.routing.tile_m={routing.tile_m} is not a multiple of the {backend.tile_m} rows of a tile in "
+            f"backend {backend.name}: rounding to it would leave tiles half empty"
+        )
+    return backend

@@ -14,7 +14,17 @@ from moe_kernels import Rounding, RoutingKind
 from training.config import RunConfig, register_schemas
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-GROUPS = ("model", "data", "optim", "kernels", "logging", "experiment", "debug", "routing@model.moe.routing")
+GROUPS = (
+    "model",
+    "data",
+    "optim",
+    "kernels",
+    "parallel",
+    "logging",
+    "experiment",
+    "debug",
+    "routing@model.moe.routing",
+)
 CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group.split("@")[0]).glob("*.yaml"))]
 
 
@@ -93,6 +103,9 @@ def test_misspelt_key_or_choice_stops_and_names_it(override: str, named: str) ->
         (["optim.lr=-1"], ["optim.lr"]),
         (["optim.betas=[0.9]"], ["optim.betas"]),
         (["optim.warmup_fraction=2"], ["optim.warmup_fraction"]),
+        (["optim=adamw_wsd", "optim.warmup_fraction=0.9"], ["optim.warmup_fraction", "optim.decay_fraction"]),
+        (["parallel.shard_degree=0"], ["parallel.shard_degree"]),
+        (["train.seed=-1"], ["train.seed"]),
         (["train.num_steps=0"], ["train.num_steps"]),
         (["run.name=a/b"], ["run.name"]),
         (["run.stop_at_step=0"], ["run.stop_at_step"]),

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from training.config import OptimConfig, TrainConfig
+from training.config import OptimConfig, Schedule, TrainConfig
 from training.optim import build_optimizer, learning_rate, set_learning_rate
 
 
@@ -25,3 +25,20 @@ def test_warm_up_is_a_fraction_of_the_run() -> None:
     train = TrainConfig(num_steps=50, micro_batch_sequences=1, global_batch_sequences=1)
     assert learning_rate(4, optim=optim, train=train) < 1.0
     assert learning_rate(5, optim=optim, train=train) == 1.0
+
+
+def test_embeddings_decay_only_if_asked_to() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "linear": nn.Linear(3, 2)})
+    optimizer = build_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.5, decay_embeddings=False))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    expected = {"embed.weight": 0.0, "linear.weight": 0.5, "linear.bias": 0.0}
+    assert {name: decay[id(p)] for name, p in model.named_parameters()} == expected
+
+
+def test_schedule_is_the_one_named() -> None:
+    train = TrainConfig(num_steps=100, micro_batch_sequences=1, global_batch_sequences=1)
+    rates = {
+        schedule: learning_rate(70, optim=OptimConfig(lr=1.0, schedule=schedule), train=train) for schedule in Schedule
+    }
+    assert rates[Schedule.wsd] == 1.0
+    assert rates[Schedule.cosine] < 0.5

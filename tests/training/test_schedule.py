@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import pytest
 
-from training.schedule import cosine_factor
+from training.schedule import cosine_factor, wsd_factor
 
 SCHEDULE = {"num_steps": 100, "warmup_steps": 10, "final_fraction": 0.1}
 
@@ -28,3 +28,10 @@ def test_no_warm_up_starts_at_the_peak() -> None:
 def test_warm_up_for_the_whole_run_never_exceeds_the_peak() -> None:
     factors = [cosine_factor(step, num_steps=5, warmup_steps=5, final_fraction=0.1) for step in range(5)]
     assert max(factors) < 1.0
+
+
+def test_wsd_is_flat_between_warm_up_and_a_linear_decay() -> None:
+    factors = [wsd_factor(step, **SCHEDULE, decay_steps=20) for step in range(101)]
+    assert factors[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
+    assert set(factors[10:81]) == {1.0}
+    assert factors[80:] == pytest.approx([1 - 0.9 * step / 20 for step in range(21)])

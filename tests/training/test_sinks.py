@@ -5,12 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from training import sinks
 from training.config import LoggingConfig, RunConfig, WandbMode
-from training.trainer import Trainer
+from training.trainer import Trainer as TrainerOfWorld
+from training.world import World
 
 SmallRun = Callable[..., RunConfig]
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+def Trainer(config: RunConfig) -> TrainerOfWorld:
+    return TrainerOfWorld(config, ALONE)
 
 
 class FakeRun:

@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from model.moe import moe_problem
 from moe_kernels import BackendName, Rounding, RoutingKind, resolve_backend
 from training.config import BalanceScope, OptimConfig, TrainConfig
 from training.optim import build_optimizer
-from training.step import StepInput, StepResult, train_step
+from training.step import MicroBatch, StepInput, StepResult, train_step
+from training.world import World
 
 MODEL = ModelConfig(
     vocab_size=50,
@@ -51,10 +53,13 @@ def step(
     **changes: Any,
 ) -> StepResult:
     config = TrainConfig(num_steps=1, micro_batch_sequences=1, global_batch_sequences=1, max_grad_norm=1e9, **changes)
+    firsts = accumulate((batch.input_ids_BS.shape[0] for batch in micro_batches), initial=0)
+    numbered = [MicroBatch(batch, first) for batch, first in zip(micro_batches, firsts, strict=False)]
     return train_step(
         model,
         build_optimizer(model, OptimConfig(lr=1e-3)),
-        StepInput(micro_batches=micro_batches, first_sample=0, previous_count_LE=previous_count_LE),
+        StepInput(micro_batches=numbered, previous_count_LE=previous_count_LE),
+        world=World(rank=0, size=1, device=torch.device("cpu")),
         config=config,
         routing=routing,
         lap=lambda part: None,
@@ -210,5 +215,5 @@ def test_a_gradient_that_is_not_finite_stops_and_leaves_the_parameters() -> None
 
 def test_a_batch_without_labels_is_refused() -> None:
     batch = batches(1, sequences=2)[0]
-    with pytest.raises(ValueError, match="no label"):
+    with pytest.raises(FloatingPointError, match="over 0 valid tokens"):
         step(build(), [batch._replace(labels_BS=torch.full_like(batch.labels_BS, -100))])

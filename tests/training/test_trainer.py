@@ -8,9 +8,16 @@ import torch
 
 from checkpoint.store import latest_checkpoint
 from training.config import RunConfig
-from training.trainer import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL, Trainer
+from training.trainer import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL
+from training.trainer import Trainer as TrainerOfWorld
+from training.world import World
 
 SmallRun = Callable[..., RunConfig]
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+
+
+def Trainer(config: RunConfig) -> TrainerOfWorld:
+    return TrainerOfWorld(config, ALONE)
 
 
 def logged(config: RunConfig) -> list[dict[str, float]]:
@@ -190,14 +197,14 @@ def test_a_signal_during_evaluation_saves_too(small_run: SmallRun, monkeypatch: 
     import signal
 
     trainer = Trainer(small_run("evaluation.every_steps=2", "checkpoint.every_steps=0"))
-    read = trainer.data.held_out.batch
+    held_out = trainer.data.held_out
+    read = held_out.batch
 
     def terminate_then_read(first_sample: int, num_sequences: int) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return read(first_sample, num_sequences)
 
-    monkeypatch.setattr(type(trainer.data.held_out), "batch", lambda _, *arguments: terminate_then_read(*arguments))
-    monkeypatch.setattr(type(trainer), "_micro_batch", lambda self, first: _micro_batch_of(read, self, first))
+    monkeypatch.setattr(held_out, "batch", terminate_then_read)
     assert trainer.fit() == EXIT_STOPPED_BY_SIGNAL
     checkpoint = latest_checkpoint(trainer.folder.checkpoints)
     assert checkpoint is not None
@@ -205,5 +212,19 @@ def test_a_signal_during_evaluation_saves_too(small_run: SmallRun, monkeypatch: 
     assert not any("eval/held_out/ce_top_k" in line for line in logged(trainer.config))
 
 
-def _micro_batch_of(read: Callable[[int, int], Any], trainer: Trainer, first: int) -> Any:
-    return read(0, trainer.config.train.micro_batch_sequences)
+def test_a_new_run_starts_from_another_runs_weights(small_run: SmallRun) -> None:
+    first = Trainer(small_run("run.name=first"))
+    first.fit()
+    second = Trainer(small_run("run.name=second", f"train.init_from={first.folder.path}", "train.seed=5"))
+    assert second.state.step == 0
+    assert_same(weights(first), weights(second))
+    second.fit()
+    assert Trainer(small_run("run.name=second", f"train.init_from={first.folder.path}", "train.seed=5")).state.step == 6
+
+
+def test_a_start_that_is_not_this_model_is_refused(small_run: SmallRun) -> None:
+    Trainer(small_run("run.name=first")).fit()
+    other = small_run("run.name=second", "model.norm_eps=1e-6")
+    other.train.init_from = str(Path(other.run.root) / "first")
+    with pytest.raises(ValueError, match="norm_eps"):
+        Trainer(other)

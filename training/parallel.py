@@ -1,0 +1,173 @@
+"""Applied to a model from outside: activation checkpointing, compilation, sharding. The only file that says FSDP.
+
+Sharding is FSDP-2 (``fully_shard``): one unit per block, one for the embedding, one for the final norm with the head.
+The loss is already divided by the valid tokens of all processes, so gradients are summed over them, not averaged.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from model.decoder import Decoder
+from model.moe import MoE
+from training.config import ActivationCheckpointing, ParallelConfig, Precision
+from training.world import World
+
+DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
+# What selective checkpointing keeps, by name because not every build of torch has every attention operator: attention
+# and the MoE op are the most expensive parts of a block, and the MoE op keeps x, h and the scores anyway.
+_SAVED_OPS = {
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "gristmill::moe_experts_fwd",
+}
+
+
+def build_parallel(
+    make: Callable[[], Decoder], world: World, config: ParallelConfig, *, precision: Precision, seed: int
+) -> Decoder:
+    """Return the decoder that ``make`` builds, initialised from ``seed``, checkpointed, compiled and sharded.
+
+    With one process and fp32 there is nothing to shard, and its parameters are plain tensors.
+
+    Raises: ValueError if the processes do not divide as ``config`` asks.
+    """
+    if world.size == 1 and precision is Precision.fp32:
+        with world.device:
+            model = make()
+        model.init_weights(seed)
+        _rewrite_blocks(model, config)
+        return model
+    mesh = build_mesh(world, config)
+    # On the meta device first: no process ever holds more than its own shards.
+    with torch.device("meta"):
+        model = make()
+    _rewrite_blocks(model, config)
+    shard(model, mesh, config, dtype=DTYPES[precision])
+    model.to_empty(device=world.device)
+    model.init_weights(seed, write=_write_shard)
+    return model
+
+
+def _write_shard(parameter: Tensor, value: Tensor) -> None:
+    """Put this process's part of the whole ``value`` into a sharded parameter; every process has the same value."""
+    assert isinstance(parameter, DTensor)
+    whole = value.to(parameter.device, parameter.dtype)
+    cut = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.to_local().copy_(cut.to_local())
+
+
+def _rewrite_blocks(model: Decoder, config: ParallelConfig) -> None:
+    checkpoint_activations(model, config.activation_checkpointing)
+    if config.compile:
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+
+
+def build_mesh(world: World, config: ParallelConfig) -> DeviceMesh:
+    """Return a mesh of (replicas, shards) processes, or of shards alone where they hold one copy together.
+
+    Raises: ValueError if the processes do not divide into groups of ``parallel.shard_degree``.
+    """
+    shards = config.shard_degree or world.size
+    if world.size % shards != 0:
+        raise ValueError(f"parallel.shard_degree={shards} does not divide the {world.size} processes of this run")
+    if shards == world.size:
+        return init_device_mesh(world.device.type, (shards,), mesh_dim_names=("shard",))
+    return init_device_mesh(world.device.type, (world.size // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def checkpoint_activations(model: Decoder, mode: ActivationCheckpointing) -> None:
+    """Make every block of ``model`` recompute in the backward what ``mode`` says.
+
+    ``forward`` is replaced on each block rather than the block wrapped, so that the names of its parameters, and with
+    them checkpoints and initial values, stay what they are.
+    """
+    if mode is ActivationCheckpointing.none:
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if mode is ActivationCheckpointing.selective:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, **options)
+
+
+def _selective_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_saved = isinstance(op, torch._ops.OpOverload) and op._schema.name in _SAVED_OPS
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: torch.dtype) -> None:
+    """Shard ``model`` in place over ``mesh``: parameters stay fp32, are gathered and computed with in ``dtype``.
+
+    Raises: ValueError if more processes share a copy than there are experts and the experts' widths do not divide.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # the stream has the right dtype already, and rotary tables are fp32 on purpose
+    )
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+    shards = mesh["shard"].size()
+    for block in model.blocks:
+        fully_shard(
+            block,
+            reshard_after_forward=config.reshard_after_forward,
+            shard_placement_fn=_expert_placement(block, shards),
+            **options,
+        )
+    fully_shard(model.embed, reshard_after_forward=config.reshard_after_forward, **options)
+    head: list[nn.Module] = [model.norm] if model.lm_head is None else [model.norm, model.lm_head]
+    # Its backward follows its forward at once: freeing the head's parameters in between would gather them twice.
+    fully_shard(head, reshard_after_forward=False, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Without it gloo is asked for a scaled sum, which it does not have.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _expert_placement(block: nn.Module, shards: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Return where a block's parameters are cut: experts along their width where there are fewer than processes.
+
+    Source: torchtitan (b5bcd76), distributed/fsdp.py.
+    """
+    by_width: set[int] = set()
+    for moe in (module for module in block.modules() if isinstance(module, MoE)):
+        num_experts, gate_up_width, width = moe.w_gate_up.shape
+        if shards <= num_experts:
+            continue
+        if gate_up_width % shards != 0 or width % shards != 0:
+            raise ValueError(
+                f"{shards} processes share {num_experts} experts, so these are cut along their width, but "
+                f"2 · model.moe.expert_width = {gate_up_width} and model.width={width} do not both divide by {shards}: "
+                "lower parallel.shard_degree"
+            )
+        by_width |= {id(moe.w_gate_up), id(moe.w_down)}
+    return lambda parameter: Shard(1) if id(parameter) in by_width else None
+
+
+def synchronise_gradients(model: Decoder, is_last: bool) -> None:
+    """Sum gradients over processes in the next backward only if it is the step's last; the others add up in fp32."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients so that their joint norm is at most ``max_norm``; return the norm before, a plain tensor."""
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
