@@ -37,7 +37,7 @@ $(VENV)/installed: pyproject.toml
 	  { echo "gristmill needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "$(PYTHON) cannot create a virtual environment (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
-	$(BIN)/python -m pip install --quiet --editable '.[train,data,wandb,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[train,data,wandb,lowbit,dev]'
 	@touch $@
 
 $(HF4)/installed: pyproject.toml

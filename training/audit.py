@@ -15,8 +15,8 @@ CODE_FOLDERS = ("checkpoint", "data", "model", "moe_kernels", "training")
 def audit_first_step(model: nn.Module, optimizer: Optimizer) -> None:
     """Check that every parameter got a gradient and moved, and that every buffer holds finite numbers.
 
-    Reads AdamW's first moment, which is zero exactly where no gradient came. Every process calls it, and all see the
-    same.
+    Call it after the optimiser's step and before gradients are cleared: AdamW moves whatever has a gradient. Every
+    process calls it, and all see the same.
 
     Raises: RuntimeError naming the tensors that fail.
     """
@@ -34,10 +34,9 @@ def audit_first_step(model: nn.Module, optimizer: Optimizer) -> None:
 def _moved(optimizer: Optimizer, parameter: Tensor) -> bool:
     if not parameter.requires_grad:
         return True
-    moment = optimizer.state.get(parameter, {}).get("exp_avg")
-    if moment is None:
+    if parameter.grad is None or not optimizer.state.get(parameter):
         return False
-    largest = moment.detach().abs().max()
+    largest = parameter.grad.abs().max()
     if isinstance(largest, DTensor):
         largest = largest.full_tensor()
     return bool(torch.isfinite(largest)) and float(largest) > 0

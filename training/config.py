@@ -6,6 +6,7 @@ Checks that need the prepared data are in training/run_folder.py.
 
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 
 from hydra.core.config_store import ConfigStore
 
@@ -53,6 +54,13 @@ class Schedule(Enum):
     wsd = "wsd"  # constant, then linearly down over the last optim.decay_fraction of the run
 
 
+class OptimizerStates(Enum):
+    """What AdamW keeps its two moments in."""
+
+    fp32 = "fp32"
+    int8 = "int8"  # blocks of 256 share a scale; torchao's AdamW8bit, so the extra 'lowbit' has to be installed
+
+
 class ActivationCheckpointing(Enum):
     """What a block recomputes in the backward instead of keeping it."""
 
@@ -92,12 +100,21 @@ class RunSection:
 
 
 @dataclass(kw_only=True, slots=True)
+class RampStage:
+    """A smaller global batch for the steps before ``until_step``."""
+
+    until_step: int
+    sequences: int
+
+
+@dataclass(kw_only=True, slots=True)
 class TrainConfig:
     """How many tokens a step sees, how many steps there are, and what is minimised."""
 
     num_steps: int
     micro_batch_sequences: int  # sequences in one forward; token rounding happens within it, so it is part of the maths
-    global_batch_sequences: int  # sequences in one optimiser step
+    global_batch_sequences: int  # sequences in one optimiser step, once any ramp is over
+    batch_ramp: list[RampStage] = field(default_factory=list)  # smaller batches first; the learning rate ignores it
     load_balance_weight: float = 0.01  # on a loss that is 1 when balanced; HF's coefficient = this / experts_per_token
     balance_scope: BalanceScope = BalanceScope.micro_batch
     router_z_weight: float = 0.001
@@ -121,16 +138,24 @@ class TrainConfig:
             raise ValueError(
                 f"train.max_grad_norm={self.max_grad_norm} must be positive (use a large value not to clip)"
             )
-        if self.global_batch_sequences % self.micro_batch_sequences != 0:
-            raise ValueError(
-                f"train.global_batch_sequences={self.global_batch_sequences} must be a multiple of "
-                f"train.micro_batch_sequences={self.micro_batch_sequences}"
-            )
+        for name, sequences in self.batch_sizes().items():
+            if sequences < 1 or sequences % self.micro_batch_sequences != 0:
+                raise ValueError(
+                    f"{name}={sequences} must be a multiple of train.micro_batch_sequences={self.micro_batch_sequences}"
+                )
+        ends = [stage.until_step for stage in self.batch_ramp]
+        if any(later <= earlier for earlier, later in pairwise([0, *ends])):
+            raise ValueError(f"train.batch_ramp ends its stages at steps {ends}, which must rise from 1 on")
 
-    @property
-    def micro_batches_per_step(self) -> int:
-        """Micro-batches accumulated into one optimiser step."""
-        return self.global_batch_sequences // self.micro_batch_sequences
+    def batch_sizes(self) -> dict[str, int]:
+        """Return every global batch of the run, in sequences, by the key that sets it."""
+        ramp = {f"train.batch_ramp[{i}].sequences": stage.sequences for i, stage in enumerate(self.batch_ramp)}
+        return ramp | {"train.global_batch_sequences": self.global_batch_sequences}
+
+    def sequences_at(self, step: int) -> int:
+        """Return the sequences of optimiser step ``step`` (from 0)."""
+        stages = (stage.sequences for stage in self.batch_ramp if step < stage.until_step)
+        return next(stages, self.global_batch_sequences)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -141,6 +166,7 @@ class OptimConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.1  # on matrices; norms and biases have none
+    states: OptimizerStates = OptimizerStates.fp32
     decay_embeddings: bool = True  # whether the embedding and the head decay as other matrices do
     schedule: Schedule = Schedule.cosine
     warmup_fraction: float = 0.05  # of train.num_steps

@@ -1,19 +1,23 @@
 """AdamW over groups of parameters that decay and that do not. Schedules are in schedule.py."""
 
-from torch import nn
-from torch.optim import AdamW
+from typing import Any
 
-from training.config import OptimConfig, Schedule, TrainConfig
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from training.config import OptimConfig, OptimizerStates, Schedule, TrainConfig
 from training.schedule import cosine_factor, wsd_factor
 
 _EMBEDDINGS = ("embed.weight", "lm_head.weight")
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
+def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     """Return AdamW over every parameter of ``model`` that needs a gradient.
 
     Matrices decay; norms and biases never do, the embedding and the head as ``optim.decay_embeddings`` says.
-    The fused implementation updates all parameters in one pass on the CPU and on CUDA.
+    With fp32 states, the fused implementation updates all parameters in one pass on the CPU and on CUDA.
+
+    Raises: ValueError with both ways out if ``optim.states=int8`` and torchao is not installed.
     """
     decaying: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
@@ -25,7 +29,21 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
         {"params": decaying, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
+    options: dict[str, Any] = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
+    if config.states is OptimizerStates.int8:
+        return _import_adamw_8bit()(groups, **options)
+    return AdamW(groups, **options, fused=True)
+
+
+def _import_adamw_8bit() -> Any:
+    try:
+        from torchao.optim import AdamW8bit  # noqa: PLC0415 - an extra that few runs need
+    except ImportError as problem:
+        raise ValueError(
+            "optim.states=int8 needs the torchao package: pip install 'torchao>=0.18,<1', or train with "
+            "optim.states=fp32"
+        ) from problem
+    return AdamW8bit
 
 
 def learning_rate(step: int, *, optim: OptimConfig, train: TrainConfig) -> float:
@@ -46,7 +64,10 @@ def learning_rate(step: int, *, optim: OptimConfig, train: TrainConfig) -> float
     return optim.lr * factor
 
 
-def set_learning_rate(optimizer: AdamW, lr: float) -> None:
-    """Set the learning rate of every group."""
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of every group, in place where it is a tensor that compiled code reads."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr

@@ -161,7 +161,8 @@ class Trainer:
         """Take one optimiser step and move the state past its samples."""
         train = self.config.train
         set_learning_rate(self.optimizer, learning_rate(self.state.step, optim=self.config.optim, train=train))
-        num_mine = train.micro_batches_per_step // self.world.size
+        num_sequences = train.sequences_at(self.state.step)
+        num_mine = num_sequences // train.micro_batch_sequences // self.world.size
         micro_batches = list(itertools.islice(self._micro_batches, num_mine))
         self._stopwatch.lap("data")
         result = train_step(
@@ -177,9 +178,9 @@ class Trainer:
             audit_first_step(self.model, self.optimizer)
             log.info("first step: every parameter got a gradient and moved, every buffer is finite")
         self._previous_count_LE = result.load.top_k_count_LE
-        tokens = train.global_batch_sequences * self.config.data.sequence_length
+        tokens = num_sequences * self.config.data.sequence_length
         self.state.step += 1
-        self.state.samples += train.global_batch_sequences
+        self.state.samples += num_sequences
         self.state.tokens += tokens
         self._stopwatch.count_step(tokens)
         return result
@@ -194,7 +195,7 @@ class Trainer:
     def _step_metrics(self, result: StepResult) -> dict[str, float]:
         metrics = {f"loss/{name}": float(value) for name, value in result.losses._asdict().items()}
         metrics["optim/grad_norm"] = float(result.grad_norm)
-        metrics["optim/lr"] = self.optimizer.param_groups[0]["lr"]
+        metrics["optim/lr"] = float(self.optimizer.param_groups[0]["lr"])
         metrics |= result.load.metrics()
         metrics |= self._stopwatch.window(num_devices=self.world.size)
         device = self.world.device
@@ -229,13 +230,14 @@ class Trainer:
 
 def _check_division(config: RunConfig, world: World) -> None:
     """Raise ValueError unless every process gets as many micro-batches of a step as the others."""
-    if config.train.micro_batches_per_step % world.size != 0:
-        raise ValueError(
-            f"a step of train.global_batch_sequences={config.train.global_batch_sequences} is "
-            f"{config.train.micro_batches_per_step} micro-batches of train.micro_batch_sequences="
-            f"{config.train.micro_batch_sequences}, which {world.size} processes cannot share equally: make the global "
-            f"batch a multiple of {world.size * config.train.micro_batch_sequences}"
-        )
+    micro = config.train.micro_batch_sequences
+    for name, sequences in config.train.batch_sizes().items():
+        if sequences % (micro * world.size) != 0:
+            raise ValueError(
+                f"a step of {name}={sequences} is {sequences // micro} micro-batches of train.micro_batch_sequences="
+                f"{micro}, which {world.size} processes cannot share equally: make it a multiple of "
+                f"{world.size * micro}"
+            )
 
 
 def _choose_backend(config: RunConfig, world: World) -> Backend:

@@ -104,6 +104,8 @@ def test_misspelt_key_or_choice_stops_and_names_it(override: str, named: str) ->
         (["optim.betas=[0.9]"], ["optim.betas"]),
         (["optim.warmup_fraction=2"], ["optim.warmup_fraction"]),
         (["optim=adamw_wsd", "optim.warmup_fraction=0.9"], ["optim.warmup_fraction", "optim.decay_fraction"]),
+        (["train.batch_ramp=[{until_step: 5, sequences: 6}]"], ["train.batch_ramp[0].sequences=6"]),
+        (["train.batch_ramp=[{until_step: 5, sequences: 4}, {until_step: 5, sequences: 4}]"], ["train.batch_ramp"]),
         (["parallel.shard_degree=0"], ["parallel.shard_degree"]),
         (["train.seed=-1"], ["train.seed"]),
         (["train.num_steps=0"], ["train.num_steps"]),

@@ -1,4 +1,5 @@
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,37 @@ def test_a_start_that_is_not_this_model_is_refused(small_run: SmallRun) -> None:
     other.train.init_from = str(Path(other.run.root) / "first")
     with pytest.raises(ValueError, match="norm_eps"):
         Trainer(other)
+
+
+def test_8_bit_states_train_and_resume_bit_for_bit(small_run: SmallRun) -> None:
+    pytest.importorskip("torchao", reason="the extra 'lowbit' is not installed")
+    whole = Trainer(small_run("run.name=whole", "optim.states=int8"))
+    whole.fit()
+    for stop in (3, 6):
+        parts = Trainer(small_run("run.name=parts", "optim.states=int8", f"run.stop_at_step={stop}"))
+        parts.fit()
+    assert_same(weights(whole), weights(parts))
+    fp32 = Trainer(small_run("run.name=fp32"))
+    fp32.fit()
+    last, exact = (logged(trainer.config)[-2]["loss/ce"] for trainer in (whole, fp32))
+    assert last != exact
+    assert last == pytest.approx(exact, rel=0.01)
+
+
+def test_8_bit_states_without_torchao_are_refused(small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ValueError, match=r"pip install 'torchao.*optim\.states=fp32"):
+        Trainer(small_run("optim.states=int8"))
+
+
+def test_a_batch_ramp_reads_the_same_samples_and_resumes_within_it(small_run: SmallRun) -> None:
+    ramp = "train.batch_ramp=[{until_step: 3, sequences: 8}]"
+    whole = Trainer(small_run("run.name=whole", ramp))
+    whole.fit()
+    steps = [line for line in logged(whole.config) if "loss/ce" in line]
+    assert [line["progress/tokens"] for line in steps] == [64 * n for n in (8, 16, 24, 40, 56, 72)]
+    for stop in (2, 4, 6):
+        parts = Trainer(small_run("run.name=parts", ramp, f"run.stop_at_step={stop}"))
+        parts.fit()
+    assert parts.state.samples == 72
+    assert_same(weights(whole), weights(parts))
