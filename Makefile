@@ -20,7 +20,7 @@ test: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 test-hf4: $(VENV)/installed $(HF4)/installed
 	rm -rf $(EXPORTS)
@@ -37,7 +37,7 @@ $(VENV)/installed: pyproject.toml
 	  { echo "gristmill needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "$(PYTHON) cannot create a virtual environment (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
-	$(BIN)/python -m pip install --quiet --editable '.[train,data,wandb,lowbit,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[train,data,wandb,lowbit,cute,dev]'
 	@touch $@
 
 $(HF4)/installed: pyproject.toml

@@ -51,7 +51,7 @@ model = AutoModelForCausalLM.from_pretrained("path/of/this/folder")
 {losses}
 The exported model routes every token to its top {config.moe.experts_per_token} experts, as in evaluation; the training
 routing is not part of it. This is a base model: it continues text and was not taught to follow instructions.
-
+{_documents_note(run)}
 {check}
 
 ## Servers
@@ -65,6 +65,16 @@ _LOSSES = {
     "eval/held_out/ce_top_k": "held-out loss, top-K (nats per token)",
     "eval/held_out/ce_train_routing": "held-out loss, training routing (nats per token)",
 }
+
+
+def _documents_note(run: SavedRun) -> str:
+    # An import has no section `data`: it knows nothing of its training.
+    if not run.values.get("data", {}).get("mask_documents", False):
+        return ""
+    return (
+        "\nIn training, attention stayed inside documents (`data.mask_documents`). This model does not mask documents\n"
+        "by itself: give it one document in each sequence.\n"
+    )
 
 
 def _known_losses(run: SavedRun) -> dict[str, float]:

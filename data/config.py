@@ -12,6 +12,7 @@ class DataConfig:
 
     root: str  # folder written by `python -m data.prepare`; with a mixture, the folder that holds such folders
     sequence_length: int = 256  # tokens that a row feeds to the model; the label of its last token is one token further
+    mask_documents: bool = False  # attention stays inside a row's documents, and positions restart at each
     order_seed: int = 0  # of the order of the training rows; held-out rows keep the order of the text
     mixture: dict[str, float] = field(default_factory=dict)  # sub-folder of root → weight in rows; empty: root alone
 

@@ -5,7 +5,7 @@ with a run.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from data.batch import Batch
@@ -14,7 +14,7 @@ from data.loader import RowSource
 
 def prefetch(
     rows: RowSource, requests: Iterable[tuple[int, int]], *, depth: int = 2, pin_memory: bool = False
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Yield ``rows.batch(first_sample, num_sequences)`` for every request, at most ``depth`` of them made ahead.
 
     ``pin_memory`` puts them into page-locked memory, from which a copy to a GPU runs beside its work. An error in
@@ -28,7 +28,9 @@ def prefetch(
     return _prefetched(rows, requests, depth, pin_memory)
 
 
-def _prefetched(rows: RowSource, requests: Iterable[tuple[int, int]], depth: int, pin_memory: bool) -> Iterator[Batch]:
+def _prefetched(
+    rows: RowSource, requests: Iterable[tuple[int, int]], depth: int, pin_memory: bool
+) -> Generator[Batch, None, None]:
     def make(first_sample: int, num_sequences: int) -> Batch:
         batch = rows.batch(first_sample, num_sequences)
         return batch.pin_memory() if pin_memory else batch

@@ -1,14 +1,14 @@
 """Causal grouped-query attention with optional RMSNorm of queries and keys.
 
-The attention itself is one call, ``F.scaled_dot_product_attention``; positions come in as rotary tables (rope.py), and
-what was seen before as a cache (kv_cache.py).
+The attention itself is one call (attend.py); positions come in as rotary tables (rope.py), what was seen before as a
+cache (kv_cache.py), and what may be seen as a mask (documents.py).
 """
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from model.attend import attend
 from model.config import AttentionConfig, QKNorm
+from model.documents import DocumentMask
 from model.kv_cache import LayerCache
 from model.norm import RMSNorm
 from model.rope import RotaryTables, rotate
@@ -34,11 +34,16 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_width, eps=norm_eps)
 
     def forward(
-        self, x_BSD: Tensor, tables: RotaryTables, cache: LayerCache | None = None
+        self,
+        x_BSD: Tensor,
+        tables: RotaryTables,
+        cache: LayerCache | None = None,
+        mask: DocumentMask | None = None,
     ) -> tuple[Tensor, LayerCache | None]:
         """Return the attention's contribution to the residual stream, (B, S, D), and the extended cache.
 
-        Without a cache none is kept. The positions of ``x_BSD`` follow those in the cache.
+        Without a cache none is kept. The positions of ``x_BSD`` follow those in the cache. Without a mask every token
+        sees all before it; a mask and a cache exclude each other.
 
         Sources: the order projection, norm, clip, rotation is that of transformers 5.24 and 4.57,
         models/olmoe/modeling_olmoe.py, and so of every export; OLMoE's own training code clips before the norm
@@ -57,30 +62,11 @@ class Attention(nn.Module):
             )
         query_BHSA = rotate(query_BSHA.transpose(1, 2), tables)
         key_BGSA, value_BGSA = rotate(key_BSGA.transpose(1, 2), tables), value_BSGA.transpose(1, 2)
-        num_past = 0
         if cache is not None:
-            num_past = cache.num_positions
             cache = cache.extended(key_BGSA, value_BGSA)
             key_BGSA, value_BGSA = cache
-        attended_BHSA = F.scaled_dot_product_attention(
-            query_BHSA,
-            key_BGSA,
-            value_BGSA,
-            attn_mask=_mask_after(num_past, query_BHSA),
-            is_causal=num_past == 0,
-            enable_gqa=self.config.num_kv_heads != self.config.num_heads,
-        )
+        attended_BHSA = attend(query_BHSA, key_BGSA, value_BGSA, mask=mask)
         return self.o_proj(attended_BHSA.transpose(1, 2).flatten(2)), cache
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.config.head_width))
-
-
-def _mask_after(num_past: int, query_BHSA: Tensor) -> Tensor | None:
-    """Return which keys each query sees when ``num_past`` positions came before; None where no mask is needed."""
-    num_new = query_BHSA.shape[2]
-    if num_past == 0 or num_new == 1:
-        return None  # is_causal says it, or a single last position sees everything
-    sees = torch.ones(num_new, num_past + num_new, dtype=torch.bool, device=query_BHSA.device)
-    # is_causal aligns the mask's corner with the first key, which is wrong behind a cache.
-    return sees.tril(diagonal=num_past)

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from model.attention import Attention
 from model.config import ModelConfig
+from model.documents import DocumentMask
 from model.kv_cache import LayerCache
 from model.mlp import DenseMLP
 from model.moe import MoE, MoEStats
@@ -38,9 +39,10 @@ class DecoderBlock(nn.Module):
         routing: RoutingKind,
         seed: int | Tensor | None,
         cache: LayerCache | None = None,
+        mask: DocumentMask | None = None,
     ) -> tuple[Tensor, MoEStats | None, LayerCache | None]:
         """Return the stream after this layer, what its router did if it has one, and the extended cache if one came."""
-        attended_BSD, cache = self.attention(self.attention_norm(x_BSD), tables, cache)
+        attended_BSD, cache = self.attention(self.attention_norm(x_BSD), tables, cache, mask)
         x_BSD = x_BSD + attended_BSD
         normalised_BSD = self.mlp_norm(x_BSD)
         if self.moe is None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from model.block import DecoderBlock
 from model.config import ModelConfig
+from model.documents import Documents, document_mask
 from model.init import initial_value
 from model.kv_cache import KVCache, LayerCache
 from model.losses import chunked_cross_entropy
@@ -93,6 +94,7 @@ class Decoder(nn.Module):
         routing: RoutingKind = RoutingKind.top_k,
         seed: int | Tensor | None = None,
         cache: KVCache | None = None,
+        documents: Documents | None = None,
     ) -> DecoderOutput:
         """Return logits, or the summed cross-entropy if labels are given, and the routers' counts and sums.
 
@@ -100,26 +102,32 @@ class Decoder(nn.Module):
         ``seed`` names this micro-batch for stochastic rounding; layer l uses seed · num_layers + l, which must fit in a
         signed 64-bit integer.
         ``cache`` holds what came before ``input_ids_BS`` (``empty_kv_cache`` at first) and comes back longer by them.
+        ``documents`` keep attention among the tokens of each, and give the positions; without them a row is one text.
         ``train()`` and ``eval()`` change nothing: the routing is an argument.
 
         Raises:
-            ValueError: if the ids are not (B, S), if they and the cache exceed model.max_positions, if the labels have
-                another shape or the cache is of other sequences, or for a cache with another routing than top-K.
+            ValueError: if the ids are not (B, S), if they and the cache exceed model.max_positions, if labels or
+                documents have another shape or the cache is of other sequences, or for a cache together with another
+                routing than top-K or with documents.
         """
-        num_past = 0 if cache is None else cache.num_positions
         self._check(input_ids_BS, labels_BS, routing, cache)
+        if documents is not None:
+            _check_documents(documents, input_ids_BS, cache)
         tables = rotary_tables(
-            torch.arange(num_past, num_past + input_ids_BS.shape[1], device=input_ids_BS.device),
+            _positions(input_ids_BS, cache) if documents is None else documents.position_BS,
             head_width=self.config.attention.head_width,
             theta=self.config.attention.rope_theta,
         )
         x_BSD = self.embed(input_ids_BS)
+        mask = None if documents is None else document_mask(documents, dtype=x_BSD.dtype)
         stats_of_layers: list[MoEStats] = []
         caches: list[LayerCache] = []
         for layer, block in enumerate(self.blocks):
             layer_seed = None if seed is None else seed * self.config.num_layers + layer
             layer_cache = None if cache is None else cache.layers[layer]
-            x_BSD, stats, layer_cache = block(x_BSD, tables, routing=routing, seed=layer_seed, cache=layer_cache)
+            x_BSD, stats, layer_cache = block(
+                x_BSD, tables, routing=routing, seed=layer_seed, cache=layer_cache, mask=mask
+            )
             if stats is not None:
                 stats_of_layers.append(stats)
             if layer_cache is not None:
@@ -158,6 +166,20 @@ class Decoder(nn.Module):
                 f"the cache is of {cache.num_sequences} sequences and {len(cache.layers)} layers, but "
                 f"{input_ids_BS.shape[0]} sequences came to a model of {self.config.num_layers} layers"
             )
+
+
+def _positions(input_ids_BS: Tensor, cache: KVCache | None) -> Tensor:
+    """Return the positions (S,) of every row, after those in the cache."""
+    num_past = 0 if cache is None else cache.num_positions
+    return torch.arange(num_past, num_past + input_ids_BS.shape[1], device=input_ids_BS.device)
+
+
+def _check_documents(documents: Documents, input_ids_BS: Tensor, cache: KVCache | None) -> None:
+    for name, tensor in documents._asdict().items():
+        if tensor.shape != input_ids_BS.shape:
+            raise ValueError(f"documents.{name} has shape {tuple(tensor.shape)}, input ids {tuple(input_ids_BS.shape)}")
+    if cache is not None:
+        raise ValueError("documents with a cache: a text that is decoded is one document, so leave them out")
 
 
 def _vocabulary_output(

@@ -11,21 +11,25 @@ from torch import Tensor
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and sines of every position's angles in fp32; the two halves of the last dimension are equal."""
+    """Cosines and sines of every position's angles in fp32; the two halves of the last dimension are equal.
+
+    (S, A) where all rows have the same positions, (B, S, A) where each has its own.
+    """
 
     cos_SA: Tensor
     sin_SA: Tensor
 
 
 def rotary_tables(position_S: Tensor, *, head_width: int, theta: float) -> RotaryTables:
-    """Return the fp32 tables for integer positions, on their device.
+    """Return the fp32 tables for integer positions (S,), or (B, S) of each row, on their device.
 
     Component i turns by position · theta^(-2i / head_width).
     Source: transformers 5, models/olmoe/modeling_olmoe.py, OlmoeRotaryEmbedding (same order of fp32 operations).
     """
     exponent_A = torch.arange(0, head_width, 2, dtype=torch.float32, device=position_S.device) / head_width
     frequency_A = 1.0 / (theta**exponent_A)
-    angle_SA = (position_S[:, None].float() * frequency_A).repeat(1, 2)
+    angle_SA = position_S[..., None].float() * frequency_A
+    angle_SA = torch.cat((angle_SA, angle_SA), dim=-1)
     return RotaryTables(angle_SA.cos(), angle_SA.sin())
 
 
@@ -36,4 +40,5 @@ def rotate(x_BHSA: Tensor, tables: RotaryTables) -> Tensor:
     """
     first, second = x_BHSA.chunk(2, dim=-1)
     turned_BHSA = torch.cat((-second, first), dim=-1)
-    return x_BHSA * tables.cos_SA.to(x_BHSA.dtype) + turned_BHSA * tables.sin_SA.to(x_BHSA.dtype)
+    cos_1SA, sin_1SA = (table_SA.to(x_BHSA.dtype).unsqueeze(-3) for table_SA in tables)
+    return x_BHSA * cos_1SA + turned_BHSA * sin_1SA

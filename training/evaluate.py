@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
-from data.batch import IGNORED_LABEL
+from data.batch import IGNORED_LABEL, Batch
 from data.loader import RowSource
 from model.decoder import Decoder
 from moe_kernels import RoutingKind
 from training.config import RunConfig
 from training.environment import StopRequest
+from training.step import documents_to_mask
 from training.world import World
 
 
@@ -34,7 +35,8 @@ def held_out_losses(
             # Every process takes part in every forward, because it holds shards that the others need. Past the last
             # batch it repeats the first, and that does not count.
             is_real = index < num_batches
-            loss = _batch_loss(model, rows, first=index * size if is_real else 0, size=size, routing=routing)
+            batch = rows.batch(index * size if is_real else 0, size).to(world.device)
+            loss = _batch_loss(model, batch, routing=routing, mask_documents=config.data.mask_documents)
             sums += loss * is_real
         ce_sum, num_valid = world.sum(sums).tolist()
         metrics[f"eval/held_out/{name}"] = ce_sum / num_valid
@@ -59,10 +61,10 @@ def num_evaluation_batches(num_rows: int, config: RunConfig) -> int:
 
 
 @torch.no_grad()
-def _batch_loss(model: Decoder, rows: RowSource, *, first: int, size: int, routing: RoutingKind) -> Tensor:
+def _batch_loss(model: Decoder, batch: Batch, *, routing: RoutingKind, mask_documents: bool) -> Tensor:
     """Return the summed cross-entropy of a batch in nats, and its number of valid labels."""
-    batch = rows.batch(first, size).to(next(model.parameters()).device)
+    documents = documents_to_mask(batch, mask_documents=mask_documents)
     # A fixed seed: stochastic rounding must not make two evaluations of one model differ.
-    output = model(batch.input_ids_BS, batch.labels_BS, routing=routing, seed=0)
+    output = model(batch.input_ids_BS, batch.labels_BS, routing=routing, seed=0, documents=documents)
     assert output.ce_sum is not None
     return torch.stack([output.ce_sum.double(), (batch.labels_BS != IGNORED_LABEL).sum().double()])

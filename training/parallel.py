@@ -1,6 +1,7 @@
 """Applied to a model from outside: activation checkpointing, compilation, sharding. The only file that says FSDP.
 
-Sharding is FSDP-2 (``fully_shard``): one unit per block, one for the embedding, one for the final norm with the head.
+Sharding is FSDP-2 (``fully_shard``): one unit per block, one for the embedding, one for the final norm with the head;
+where embedding and head are tied, one for all three.
 The loss is already divided by the valid tokens of all processes, so gradients are summed over them, not averaged.
 """
 
@@ -125,10 +126,11 @@ def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: to
             shard_placement_fn=_expert_placement(block, shards),
             **options,
         )
-    fully_shard(model.embed, reshard_after_forward=config.reshard_after_forward, **options)
-    head: list[nn.Module] = [model.norm] if model.lm_head is None else [model.norm, model.lm_head]
-    # Its backward follows its forward at once: freeing the head's parameters in between would gather them twice.
-    fully_shard(head, reshard_after_forward=False, **options)
+    if model.lm_head is not None:
+        fully_shard(model.embed, reshard_after_forward=config.reshard_after_forward, **options)
+        # Its backward follows its forward at once: freeing the head's parameters in between would gather them twice.
+        fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
+    # A tied embedding serves both ends of the forward, so it stays gathered in the root's unit.
     fully_shard(model, reshard_after_forward=False, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):

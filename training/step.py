@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from data.batch import IGNORED_LABEL, Batch
 from model.decoder import Decoder, DecoderOutput
+from model.documents import Documents
 from model.losses import (
     global_load_balance_loss,
     load_fraction,
@@ -53,11 +54,12 @@ class StepInput:
     """What an optimiser step reads besides the model.
 
     ``micro_batches`` are this process's; every process has as many. ``previous_count_LE`` are the top-K counts of the
-    step before, None in the first; only ``BalanceScope.global_step`` reads them.
+    step before, None in the first; only ``BalanceScope.global_step`` reads them. ``mask_documents`` is the data's.
     """
 
     micro_batches: Sequence[MicroBatch]
     previous_count_LE: Tensor | None = None
+    mask_documents: bool = False
 
 
 class Losses(NamedTuple):
@@ -106,7 +108,7 @@ def train_step(
     loads: list[ExpertLoad] = []
     for index, micro in enumerate(micro_batches):
         synchronise_gradients(model, is_last=index == len(micro_batches) - 1)
-        output = _forward(model, micro, config=config, routing=routing)
+        output = _forward(model, micro, step_input, config=config, routing=routing)
         losses = _losses(
             output,
             num_valid=num_valid,
@@ -136,9 +138,20 @@ def train_step(
     return StepResult(losses=summed, grad_norm=grad_norm, load=load)
 
 
-def _forward(model: Decoder, micro: MicroBatch, *, config: TrainConfig, routing: RoutingKind) -> DecoderOutput:
+def documents_to_mask(batch: Batch, *, mask_documents: bool) -> Documents | None:
+    """Return what the model needs to keep attention inside the batch's documents; None where it should not."""
+    return Documents(batch.document_BS, batch.positions()) if mask_documents else None
+
+
+def _forward(
+    model: Decoder, micro: MicroBatch, step_input: StepInput, *, config: TrainConfig, routing: RoutingKind
+) -> DecoderOutput:
     output: DecoderOutput = model(
-        micro.batch.input_ids_BS, micro.batch.labels_BS, routing=routing, seed=micro.rounding_seed(config.seed)
+        micro.batch.input_ids_BS,
+        micro.batch.labels_BS,
+        routing=routing,
+        seed=micro.rounding_seed(config.seed),
+        documents=documents_to_mask(micro.batch, mask_documents=step_input.mask_documents),
     )
     return output
 
@@ -190,7 +203,7 @@ def _global_load_fraction(
     if step_input.previous_count_LE is not None:
         return load_fraction(step_input.previous_count_LE)
     counts_LE = [
-        _forward(model, micro, config=config, routing=routing).moe.top_k_count_BE.sum(-2)
+        _forward(model, micro, step_input, config=config, routing=routing).moe.top_k_count_BE.sum(-2)
         for micro in step_input.micro_batches
     ]
     return load_fraction(world.sum(torch.stack(counts_LE).sum(0)))

@@ -4,7 +4,8 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 
 import torch
 
@@ -96,7 +97,7 @@ class Trainer:
         log.info("resumed %s at step %d, %d tokens", checkpoint, state.step, state.tokens)
         return state
 
-    def _deal(self) -> Iterator[MicroBatch]:
+    def _deal(self) -> Generator[MicroBatch, None, None]:
         """Yield this process's micro-batches from the run's position on, made ahead by a thread.
 
         A step is a fixed list of micro-batches; process r of n takes number r, r + n, r + 2n of every step.
@@ -106,9 +107,9 @@ class Trainer:
         mine = (start + size * number for number in itertools.count(self.world.rank, self.world.size))
         firsts, requests = itertools.tee(mine)
         on_gpu = self.world.device.type == "cuda"
-        batches = prefetch(self.data.train, ((first, size) for first in requests), pin_memory=on_gpu)
-        for first, batch in zip(firsts, batches, strict=True):
-            yield MicroBatch(batch.to(self.world.device), first)
+        with closing(prefetch(self.data.train, ((first, size) for first in requests), pin_memory=on_gpu)) as batches:
+            for first, batch in zip(firsts, batches, strict=True):
+                yield MicroBatch(batch.to(self.world.device), first)
 
     def fit(self) -> int:
         """Train to the last step, ``run.stop_at_step`` or a signal, and return the exit code of the process."""
@@ -117,7 +118,8 @@ class Trainer:
         if self.state.step >= last_step:
             log.info("nothing to do: the run is at step %d of %d", self.state.step, last_step)
             return EXIT_DONE
-        with StopRequest() as stop, Sinks(self._sinks() if self.world.is_first else []) as sinks:
+        own_sinks = self._sinks() if self.world.is_first else []
+        with StopRequest() as stop, Sinks(own_sinks) as sinks, closing(self._micro_batches):
             self._stopwatch.lap("start")
             is_stopping = False
             while self.state.step < last_step and not is_stopping:
@@ -168,7 +170,11 @@ class Trainer:
         result = train_step(
             self.model,
             self.optimizer,
-            StepInput(micro_batches=micro_batches, previous_count_LE=self._previous_count_LE),
+            StepInput(
+                micro_batches=micro_batches,
+                previous_count_LE=self._previous_count_LE,
+                mask_documents=self.config.data.mask_documents,
+            ),
             world=self.world,
             config=train,
             routing=self.config.model.moe.routing.train,

@@ -98,12 +98,13 @@ def open_world(name: DeviceName) -> World:
     device = _choose_device(name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    # NCCL would guess the device from the rank, and hang where the guess is wrong.
+    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        dist.init_process_group(backend, timeout=TIMEOUT, device_id=device_id)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT, device_id=device_id)
     return World(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoConfig, GenerationConfig
 
@@ -81,6 +82,16 @@ def test_the_model_card_is_filled_from_the_run(tmp_path, tiny):
         "model.tie_embeddings=True: OlmoeForCausalLM in vllm needs false",
     ):
         assert expected in card, expected
+
+
+@pytest.mark.parametrize("data", [None, {"mask_documents": False}, {"mask_documents": True}], ids=str)
+def test_the_model_card_says_when_training_kept_attention_inside_documents(tmp_path, tiny, data):
+    run = tiny.write_run(tmp_path / "run", tiny.OLMOE)
+    config = run / "config.yaml"
+    config.write_text(config.read_text() + ("" if data is None else OmegaConf.to_yaml({"data": data})))
+    export(run, tmp_path / "out", options=FOR_TRANSFORMERS)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert ("give it one document in each sequence" in card) == (data == {"mask_documents": True})
 
 
 EXPRESSIBLE = {

@@ -48,12 +48,15 @@ class Case:
     shard_degree: int | None = None
     router: RouterKind = RouterKind.softmax
     num_experts: int = 4
+    mask_documents: bool = False
+    tie_embeddings: bool = False
 
     @property
     def problem(self) -> str:
         """The step itself, whatever computes it."""
         names = (self.routing.name, self.balance.name, self.router.name, str(self.num_experts))
-        return f"{self.num_micro_batches}-" + "-".join(names)
+        switches = ("-documents" if self.mask_documents else "") + ("-tied" if self.tie_embeddings else "")
+        return f"{self.num_micro_batches}-" + "-".join(names) + switches
 
     @property
     def name(self) -> str:
@@ -65,6 +68,11 @@ BALANCES = tuple(BalanceScope)
 PROBLEMS = [Case(number, routing, balance) for number in (4, 16) for routing in ROUTINGS for balance in BALANCES]
 SIGMOID = Case(4, RoutingKind.token_rounding, BalanceScope.micro_batch, router=RouterKind.sigmoid)
 FEW_EXPERTS = Case(4, RoutingKind.top_k, BalanceScope.micro_batch, num_experts=2)  # cut along their width on 4
+# 32 tokens for 32 experts and tiles of 8 rows: most experts get none.
+IDLE_EXPERTS = Case(4, RoutingKind.token_rounding, BalanceScope.micro_batch, num_experts=32)
+MASKED = Case(4, RoutingKind.token_rounding, BalanceScope.micro_batch, mask_documents=True)
+TIED = Case(4, RoutingKind.token_rounding, BalanceScope.micro_batch, tie_embeddings=True)
+SINGLE = (FEW_EXPERTS, IDLE_EXPERTS, MASKED, TIED)
 
 
 def checkpointed(case: Case) -> list[Case]:
@@ -73,7 +81,7 @@ def checkpointed(case: Case) -> list[Case]:
 
 def cases_of(world_size: int) -> list[Case]:
     if world_size == 1:
-        return [*PROBLEMS, *checkpointed(SIGMOID), FEW_EXPERTS]
+        return [*PROBLEMS, *checkpointed(SIGMOID), *SINGLE]
     ways = [way for case in PROBLEMS if case.num_micro_batches == 4 for way in checkpointed(case)]
     ways += [case for case in PROBLEMS if case.num_micro_batches == 16]
     hybrid = [Case(**(vars(way) | {"shard_degree": 2})) for way in ways] if world_size == 4 else []
@@ -81,7 +89,7 @@ def cases_of(world_size: int) -> list[Case]:
         *ways,
         *hybrid,
         *checkpointed(SIGMOID),
-        FEW_EXPERTS,
+        *SINGLE,
     ]
 
 
@@ -91,7 +99,14 @@ def model_config(case: Case) -> ModelConfig:
         num_experts=case.num_experts, experts_per_token=2, expert_width=8, router=case.router, routing=routing
     )
     attention = AttentionConfig(num_heads=2, num_kv_heads=2, head_width=8)
-    return ModelConfig(vocab_size=VOCABULARY, width=16, num_layers=2, attention=attention, moe=moe)
+    return ModelConfig(
+        vocab_size=VOCABULARY,
+        width=16,
+        num_layers=2,
+        attention=attention,
+        moe=moe,
+        tie_embeddings=case.tie_embeddings,
+    )
 
 
 def micro_batch(number: int) -> MicroBatch:
@@ -100,7 +115,8 @@ def micro_batch(number: int) -> MicroBatch:
     ids = torch.randint(VOCABULARY, (SEQUENCES, POSITIONS + 1), generator=generator)
     labels = ids[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < (1.0 if number == 1 else 0.15 * (number % 5))] = -100
-    batch = Batch(ids[:, :-1], labels, torch.zeros_like(labels, dtype=torch.int32))
+    start_BS = torch.randint(1, POSITIONS, (SEQUENCES, 1), generator=generator)
+    batch = Batch(ids[:, :-1], labels, (torch.arange(POSITIONS) >= start_BS).int())  # two documents a row
     return MicroBatch(batch, first_sample=number * SEQUENCES)
 
 
@@ -120,7 +136,7 @@ def take_step(case: Case, world: World) -> dict[str, Any]:
     result = train_step(
         model,
         optimizer,
-        StepInput(micro_batches=[micro_batch(number) for number in mine]),
+        StepInput(micro_batches=[micro_batch(number) for number in mine], mask_documents=case.mask_documents),
         world=world,
         # Clipped hard, so that a norm that differs changes every gradient.
         config=TrainConfig(
@@ -229,7 +245,7 @@ def test_checkpointing_changes_no_count_and_moves_no_bias_twice(alone: dict[str,
 
 
 def test_problems_differ_from_each_other(alone: dict[str, dict[str, Any]]) -> None:
-    norms = [float(alone[case.name]["losses"][-1]) for case in PROBLEMS]
+    norms = [float(alone[case.name]["losses"][-1]) for case in [*PROBLEMS, MASKED]]
     assert len(set(norms)) == len(norms)
 
 
@@ -246,3 +262,10 @@ def test_experts_are_cut_along_their_width_where_processes_outnumber_them() -> N
     assert placement(block.moe.router.weight) is None
     with pytest.raises(ValueError, match=r"parallel\.shard_degree"):
         _expert_placement(block, 3)
+
+
+def test_most_experts_are_idle_where_that_is_tried(alone: dict[str, dict[str, Any]]) -> None:
+    rows_L = alone[IDLE_EXPERTS.name]["rows"]
+    assert bool((rows_L > 0).all())
+    # Every expert that has rows has a tile of 8 in one of the four micro-batches.
+    assert bool((rows_L // 8 < 4 * 32 / 2).all())

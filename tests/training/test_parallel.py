@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.config import AttentionConfig, ModelConfig, MoEConfig, RoutingConfig
 from model.decoder import Decoder
+from model.documents import Documents
 from model.moe import moe_problem
 from moe_kernels import BackendName, RoutingKind, resolve_backend
 from training.audit import audit_first_step
@@ -62,18 +63,27 @@ def build(world: World = ALONE, *, precision: Precision = Precision.fp32, **opti
     )
 
 
-def forward_backward(model: Decoder) -> dict[str, torch.Tensor]:
+def two_documents_a_row() -> Documents:
+    place_BS = torch.arange(16).expand(4, 16)
+    start_BS = torch.tensor([[1], [5], [9], [15]])
+    return Documents((place_BS >= start_BS).int(), place_BS - start_BS * (place_BS >= start_BS))
+
+
+def forward_backward(model: Decoder, documents: Documents | None = None) -> dict[str, torch.Tensor]:
     ids = torch.randint(50, (4, 17), generator=torch.Generator().manual_seed(0))
-    output = model(ids[:, :-1], ids[:, 1:], routing=RoutingKind.token_rounding)
+    output = model(ids[:, :-1], ids[:, 1:], routing=RoutingKind.token_rounding, documents=documents)
     (output.ce_sum + output.moe.z_sum.sum()).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("documents", [None, two_documents_a_row()], ids=["whole_rows", "documents"])
 @pytest.mark.parametrize(("mode", "times"), [("none", 1), ("selective", 1), ("full", 2)])
-def test_the_moe_op_runs_once_a_step_unless_everything_is_recomputed(mode: str, times: int) -> None:
+def test_the_moe_op_runs_once_a_step_unless_everything_is_recomputed(
+    mode: str, times: int, documents: Documents | None
+) -> None:
     model = build(activation_checkpointing=ActivationCheckpointing[mode])
     with OpCounter() as counter:
-        forward_backward(model)
+        forward_backward(model, documents)
     assert counter.calls["gristmill::moe_experts_fwd"] == times * CONFIG.num_layers
     assert counter.calls["gristmill::moe_experts_bwd"] == CONFIG.num_layers
     attention = sum(n for name, n in counter.calls.items() if "scaled_dot_product" in name and "backward" not in name)
@@ -89,18 +99,33 @@ def test_checkpointing_keeps_parameter_names_and_gradients(mode: ActivationCheck
         assert torch.equal(actual[name], gradient), name
 
 
-def test_compiled_blocks_give_the_same_gradients() -> None:
-    expected, actual = forward_backward(build()), forward_backward(build(compile=True))
+@pytest.mark.parametrize("mode", ActivationCheckpointing)
+def test_checkpointing_keeps_gradients_with_documents(mode: ActivationCheckpointing) -> None:
+    documents = two_documents_a_row()
+    expected = forward_backward(build(), documents)
+    actual = forward_backward(build(activation_checkpointing=mode), documents)
+    whole_rows = forward_backward(build())
+    for name, gradient in expected.items():
+        assert torch.equal(actual[name], gradient), name
+        assert norm_error(whole_rows[name], gradient) > 1e-3, name
+
+
+@pytest.mark.parametrize("documents", [None, two_documents_a_row()], ids=["whole_rows", "documents"])
+def test_compiled_blocks_give_the_same_gradients(documents: Documents | None) -> None:
+    expected, actual = forward_backward(build(), documents), forward_backward(build(compile=True), documents)
     for name, gradient in expected.items():
         assert norm_error(actual[name], gradient) < 1e-5, name
 
 
-def test_bf16_keeps_parameters_and_gradients_in_fp32_and_computes_in_bf16(own_group: World) -> None:
+@pytest.mark.parametrize("documents", [None, two_documents_a_row()], ids=["whole_rows", "documents"])
+def test_bf16_keeps_parameters_and_gradients_in_fp32_and_computes_in_bf16(
+    own_group: World, documents: Documents | None
+) -> None:
     model = build(own_group, precision=Precision.bf16)
     seen: list[torch.dtype] = []
     model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
-    actual, truth = forward_backward(model), forward_backward(build())
-    baseline = forward_backward(build().to(torch.bfloat16))
+    actual, truth = forward_backward(model, documents), forward_backward(build(), documents)
+    baseline = forward_backward(build().to(torch.bfloat16), documents)
     assert seen == [torch.bfloat16]
     for name, parameter in model.named_parameters():
         assert parameter.dtype == actual[name].dtype == torch.float32, name

@@ -50,6 +50,7 @@ def step(
     *,
     routing: RoutingKind = RoutingKind.top_k,
     previous_count_LE: torch.Tensor | None = None,
+    mask_documents: bool = False,
     **changes: Any,
 ) -> StepResult:
     config = TrainConfig(num_steps=1, micro_batch_sequences=1, global_batch_sequences=1, max_grad_norm=1e9, **changes)
@@ -58,7 +59,7 @@ def step(
     return train_step(
         model,
         build_optimizer(model, OptimConfig(lr=1e-3)),
-        StepInput(micro_batches=numbered, previous_count_LE=previous_count_LE),
+        StepInput(micro_batches=numbered, previous_count_LE=previous_count_LE, mask_documents=mask_documents),
         world=World(rank=0, size=1, device=torch.device("cpu")),
         config=config,
         routing=routing,
@@ -84,6 +85,39 @@ def test_accumulated_gradient_is_the_mean_over_valid_tokens_of_one_large_batch()
     assert left.load.top_k_count_LE.equal(right.load.top_k_count_LE)
     for name, gradient in gradients(whole).items():
         assert norm_error(gradients(accumulated)[name], gradient) < 1e-5, name
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+def test_masked_documents_give_the_gradient_of_each_document_in_a_row_of_its_own(num_micro_batches: int) -> None:
+    start = 7  # of the second document of every row
+    whole_rows = Batch(*(torch.cat(parts) for parts in zip(*batches(4, sequences=2), strict=True)))
+    whole_rows.document_BS[:, start:] = 1
+    packed = [Batch(*parts) for parts in zip(*(field.chunk(num_micro_batches) for field in whole_rows), strict=True)]
+    alone = [Batch(*(field[:, cut] for field in whole_rows)) for cut in (slice(0, start), slice(start, None))]
+    only_ce = {"load_balance_weight": 0.0, "router_z_weight": 0.0}
+    masked, separate, unmasked = build(), build(), build()
+    left, right = step(masked, packed, mask_documents=True, **only_ce), step(separate, alone, **only_ce)
+    step(unmasked, packed, **only_ce)
+    assert torch.isclose(left.losses.ce, right.losses.ce, rtol=1e-5)
+    assert left.load.top_k_count_LE.equal(right.load.top_k_count_LE)
+    for name, gradient in gradients(separate).items():
+        assert norm_error(gradients(masked)[name], gradient) < 1e-5, name
+        assert norm_error(gradients(unmasked)[name], gradient) > 1e-3, name
+
+
+def test_the_count_before_the_first_step_of_global_balance_masks_documents_too() -> None:
+    (batch,) = batches(1, sequences=4)
+    batch.document_BS[:, 5:] = 1
+    model = build()
+    result = step(model, [batch], mask_documents=True, balance_scope=BalanceScope.global_step)
+    counted = step(
+        build(),
+        [batch],
+        mask_documents=True,
+        balance_scope=BalanceScope.global_step,
+        previous_count_LE=result.load.top_k_count_LE,
+    )
+    assert result.losses.load_balance == counted.losses.load_balance
 
 
 PREVIOUS = torch.tensor([[90, 10, 20, 8], [1, 2, 3, 122]])

@@ -263,3 +263,49 @@ def test_a_batch_ramp_reads_the_same_samples_and_resumes_within_it(small_run: Sm
         parts.fit()
     assert parts.state.samples == 72
     assert_same(weights(whole), weights(parts))
+
+
+# Rows long enough that documents end in some of them, of the training's first 24 and the held-out's first 16.
+LONG_ROWS = ("data.sequence_length=256", "train.micro_batch_sequences=2", "train.global_batch_sequences=4")
+MASKED = (*LONG_ROWS, "data.mask_documents=true")
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_a_run_that_masks_documents_resumes_bit_for_bit(small_run: SmallRun, checkpointing: str) -> None:
+    overrides = (*MASKED, f"parallel.activation_checkpointing={checkpointing}")
+    whole = Trainer(small_run("run.name=whole", *overrides))
+    whole.fit()
+    for stop in (2, 6):
+        parts = Trainer(small_run("run.name=parts", *overrides, f"run.stop_at_step={stop}"))
+        parts.fit()
+    assert_same(weights(whole), weights(parts))
+    assert without_time(logged(whole.config)) == without_time(logged(parts.config))
+    unmasked = Trainer(small_run("run.name=unmasked", *LONG_ROWS))
+    unmasked.fit()
+    assert any(not torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(unmasked).items())
+
+
+def test_held_out_loss_of_masked_documents_is_that_of_each_alone(small_run: SmallRun) -> None:
+    # Weights so large that a few steps' attention matters.
+    trainer = Trainer(small_run(*MASKED, "model.init_std=0.3"))
+    trainer.fit()
+    (evaluation,) = [line for line in logged(trainer.config) if "eval/held_out/ce_top_k" in line]
+    rows = trainer.data.held_out.batch(0, 16)
+    assert int(rows.document_BS.max()) > 0
+    ce_sum = 0.0
+    for ids, labels, number in zip(*rows, strict=True):
+        lengths = number.bincount().tolist()
+        for document_ids, document_labels in zip(ids.split(lengths), labels.split(lengths), strict=True):
+            with torch.no_grad():
+                ce_sum += float(trainer.model(document_ids[None], document_labels[None]).ce_sum)
+    with torch.no_grad():
+        whole_rows = float(trainer.model(rows.input_ids_BS, rows.labels_BS).ce_sum)
+    expected = ce_sum / rows.labels_BS.numel()
+    assert evaluation["eval/held_out/ce_top_k"] == pytest.approx(expected, rel=1e-6)
+    assert whole_rows / rows.labels_BS.numel() != pytest.approx(expected, rel=1e-5)
+
+
+def test_masking_documents_is_another_run(small_run: SmallRun) -> None:
+    Trainer(small_run(*LONG_ROWS))
+    with pytest.raises(ValueError, match=r"data\.mask_documents: False in the run, True now"):
+        Trainer(small_run(*MASKED))
