@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from data.loader import PreparedData
 from training.config import RunConfig
@@ -90,8 +91,7 @@ def open_run(config: RunConfig, data: PreparedData) -> RunFolder:
 
 
 def _refuse_other_run(folder: RunFolder, values: dict[str, Any], manifests: list[dict[str, Any]]) -> None:
-    recorded = OmegaConf.to_container(OmegaConf.load(folder.config))
-    assert isinstance(recorded, dict)
+    recorded = _recorded_values(folder.config)
     differences = [
         f"  {key}: {before!r} in the run, {now!r} now"
         for key, before, now in differing_values(recorded, values)
@@ -108,6 +108,17 @@ def _refuse_other_run(folder: RunFolder, values: dict[str, Any], manifests: list
             f"{folder.path} holds a run with another configuration:\n" + "\n".join(differences) + "\n"
             "Give this one a name of its own with run.name=..., or repeat the run's values to go on with it"
         )
+
+
+def _recorded_values(path: Path) -> dict[str, Any]:
+    """Return the values of a run's config.yaml, with today's defaults for keys that are younger than the run."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path))
+    except OmegaConfBaseException as problem:
+        raise ValueError(f"{path} is not a configuration of this version: {problem}") from problem
+    values = OmegaConf.to_container(merged, enum_to_str=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
 
 
 def _files(manifests: list[dict[str, Any]]) -> dict[str, Any]:

@@ -309,3 +309,18 @@ def test_masking_documents_is_another_run(small_run: SmallRun) -> None:
     Trainer(small_run(*LONG_ROWS))
     with pytest.raises(ValueError, match=r"data\.mask_documents: False in the run, True now"):
         Trainer(small_run(*MASKED))
+
+
+def test_a_run_older_than_a_key_goes_on_with_the_keys_default(small_run: SmallRun) -> None:
+    trainer = Trainer(small_run("run.stop_at_step=2"))
+    trainer.fit()
+    text = trainer.folder.config.read_text()
+    assert "  mask_documents: false\n" in text
+    trainer.folder.config.write_text(text.replace("  mask_documents: false\n", ""))
+    assert Trainer(small_run()).state.step == 2
+    trainer.folder.config.write_text(text.replace("  mask_documents: false\n", ""))
+    with pytest.raises(ValueError, match=r"data\.mask_documents: False in the run, True now"):
+        Trainer(small_run("data.mask_documents=true"))
+    trainer.folder.config.write_text(text + "forgotten: 1\n")
+    with pytest.raises(ValueError, match=r"not a configuration of this version: .*forgotten"):
+        Trainer(small_run())
