@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moe_kernels.cute.ops import CuteSm90Backend
 from moe_kernels.portable.ops import PortableBackend
 from moe_kernels.problem import MoEProblem
 from moe_kernels.reference.ops import ReferenceBackend
@@ -75,8 +76,9 @@ class Backend(Protocol):
         """
 
 
-# Fastest first: the order in which auto asks. Kernels for cute_sm90 and cute_sm100 are not part of this version.
+# Fastest first: the order in which auto asks. Kernels for cute_sm100 are not part of this version.
 BACKENDS: dict[BackendName, Backend] = {
+    BackendName.cute_sm90: CuteSm90Backend(),
     BackendName.portable: PortableBackend(),
     BackendName.reference: ReferenceBackend(),
 }
@@ -96,7 +98,9 @@ def resolve_backend(name: BackendName, problem: MoEProblem) -> Backend:
     for backend in BACKENDS.values() if name is BackendName.auto else [BACKENDS[name]]:
         reason = backend.why_not(problem)
         if reason is None:
-            level = logging.WARNING if refusals else logging.INFO
+            # A CPU never runs the kernels of a GPU; any other refusal makes the run slower than it could be.
+            news = refusals if problem.arch != "cpu" else refusals.keys() - {BackendName.cute_sm90.value}
+            level = logging.WARNING if news else logging.INFO
             log.log(level, "moe backend: %s for %s (refused: %s)", backend.name, problem, refusals or "none")
             return backend
         refusals[backend.name] = reason

@@ -94,10 +94,11 @@ def moe_experts_bwd(
     if needs_down:
         dw_down = ops.weight_grad(dout_TD, scaled_a_RN, plan, gathered=GatheredSide.left)
     del scaled_a_RN, dout_TD
-    if needs_gate_up:
-        dw_gate_up = ops.weight_grad(dh_R2N, x_TD, plan, gathered=GatheredSide.right)
+    # The rows of dx are the largest workspace of the backward: they go before the largest gradient comes.
     if needs_x:
         dx_TD = ops.combine(ops.rows_matmul(dh_R2N, w_gate_up, plan), None, plan)
+    if needs_gate_up:
+        dw_gate_up = ops.weight_grad(dh_R2N, x_TD, plan, gathered=GatheredSide.right)
     return dx_TD, dw_gate_up, dw_down, dscore_TE
 
 

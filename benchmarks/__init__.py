@@ -1,0 +1,1 @@
+"""Numbers: what is fast, beside what, on which GPU."""

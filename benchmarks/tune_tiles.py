@@ -1,0 +1,173 @@
+"""Measures candidate tiles of the Hopper kernels and writes the winners to moe_kernels/cute/tile_table.json.
+
+    python -m benchmarks.tune_tiles --shapes olmoe,7b-n256 --json benchmarks/results/NAME.json
+
+Offline, once for a GPU model: what a training run uses is the table in the repository, so every rank and every run
+chooses alike. Candidates take turns, because a card under load changes its clocks, and each one's result is compared
+with the first one's before its time counts. The table keeps the entries of other shapes.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.moe_layer import Layer, make_layer
+from benchmarks.shapes import SHAPES, MoEShape
+from moe_kernels.cute.ops import CuteSm90Backend
+from moe_kernels.cute.tiles import TABLE, KernelForm, TileConfig, rows_bucket, table_entries, why_invalid
+from moe_kernels.side import GatheredSide
+
+ARCH = "sm90"
+ROUNDS, ROUND_MS = 7, 20.0
+GATHER = {"producer_registers": 56, "consumer_registers": 224}
+LOAD = {"producer_registers": 40, "consumer_registers": 232}
+
+
+def candidates(form: KernelForm) -> list[TileConfig]:
+    """Return the tiles worth measuring for ``form``: what compiled without spills and won somewhere."""
+    wide = {"columns": 256, "ping_pong": False, "stages": 4}
+    match form:
+        case KernelForm.up | KernelForm.up_inference:
+            tiles = [
+                TileConfig(**wide, store_columns=32, store_sets=1, **GATHER),
+                TileConfig(columns=192, ping_pong=True, stages=5, store_columns=32, store_sets=1, **GATHER),
+                TileConfig(columns=128, ping_pong=True, stages=6, store_columns=32, store_sets=1, **GATHER),
+            ]
+        case KernelForm.rows_matmul_k_major | KernelForm.rows_matmul_n_major:
+            tiles = [
+                TileConfig(**wide, store_columns=64, store_sets=1, **LOAD),
+                *(
+                    TileConfig(columns=192, ping_pong=True, stages=n, store_columns=64, store_sets=1, **LOAD)
+                    for n in (4, 5)
+                ),
+            ]
+        case KernelForm.down_backward:
+            deep = {"store_columns": 32, "store_sets": 2, "load_stages": 2}
+            tiles = [
+                TileConfig(columns=128, ping_pong=True, stages=5, **deep, **GATHER),
+                TileConfig(columns=256, ping_pong=False, stages=3, **deep, **GATHER),
+            ]
+        case KernelForm.weight_grad_left:
+            tiles = [TileConfig(**wide, store_columns=n, store_sets=2, **GATHER) for n in (32, 64)]
+        case KernelForm.weight_grad_right:
+            tall = {"rows": 256, "columns": 128, "ping_pong": False, "stages": 4}
+            tiles = [
+                TileConfig(**tall, store_columns=64, store_sets=1, **GATHER),
+                TileConfig(**tall, store_columns=32, store_sets=2, **GATHER),
+            ]
+    return [tile for tile in tiles if why_invalid(form, tile, ARCH) is None]
+
+
+def make_step(
+    form: KernelForm, backend: CuteSm90Backend, shape: MoEShape, layer: Layer
+) -> tuple[Callable[[], Tensor], int, int]:
+    """Return a call of ``form`` whose result is its first output, and its contraction and columns."""
+    D, N = shape.D, shape.N
+    plan, x, dout = layer.plan, layer.x_TD, layer.dout_TD
+    generator = torch.Generator("cuda").manual_seed(2)
+
+    def rows(width: int) -> Tensor:
+        return torch.randn(plan.R, width, device="cuda", generator=generator, dtype=torch.bfloat16)
+
+    match form:
+        case KernelForm.up:
+            return lambda: backend.up(x, layer.w_gate_up, plan)[0], D, N
+        case KernelForm.up_inference:
+            return lambda: backend.up_inference(x, layer.w_gate_up, plan), D, N
+        case KernelForm.rows_matmul_k_major:
+            a_RN = rows(N)
+            return lambda: backend.rows_matmul(a_RN, layer.w_down.transpose(1, 2), plan), N, D
+        case KernelForm.rows_matmul_n_major:
+            dh_R2N = rows(2 * N)
+            return lambda: backend.rows_matmul(dh_R2N, layer.w_gate_up, plan), 2 * N, D
+        case KernelForm.down_backward:
+            h_R2N, score_R = rows(2 * N), torch.rand(plan.R, device="cuda", generator=generator)
+            return lambda: backend.down_backward(dout, h_R2N, layer.w_down, score_R, plan).dh_R2N, D, N
+        case KernelForm.weight_grad_left:
+            a_RN = rows(N)
+            return lambda: backend.weight_grad(dout, a_RN, plan, gathered=GatheredSide.left), D, N
+        case KernelForm.weight_grad_right:
+            dh_R2N = rows(2 * N)
+            return lambda: backend.weight_grad(dh_R2N, x, plan, gathered=GatheredSide.right), 2 * N, D
+
+
+def measure(form: KernelForm, shape_name: str, layer: Layer) -> list[dict]:
+    """Return an entry for each candidate, fastest first."""
+    shape = SHAPES[shape_name]
+    steps: list[tuple[TileConfig, Callable[[], Tensor]]] = []
+    expected = None
+    for tile in candidates(form):
+        step, contraction, columns = make_step(form, CuteSm90Backend(choose=lambda *_, t=tile: t), shape, layer)
+        result = step()
+        if expected is None:
+            expected = result.float()
+        error = ((result.float() - expected).norm() / expected.norm()).item()
+        assert error < 4e-3, f"{form.value} on {shape_name}: {tile} differs from the first candidate by {error:.1e}"
+        steps.append((tile, step))
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(ROUNDS):
+        for (_, step), measured in zip(steps, times, strict=True):
+            measured.append(_time(step))
+    entries = [
+        {
+            "arch": ARCH,
+            "form": form.value,
+            "contraction": contraction,
+            "columns": columns,
+            "rows_per_expert": layer.plan.R // layer.plan.E,
+            "tile": asdict(tile),
+            "shape": shape_name,
+            "ms": round(sorted(measured)[ROUNDS // 2], 4),
+        }
+        for (tile, _), measured in zip(steps, times, strict=True)
+    ]
+    return sorted(entries, key=lambda entry: entry["ms"])
+
+
+def _time(step: Callable[[], Tensor]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    total, calls = 0.0, 0
+    while total < ROUND_MS:
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        total, calls = total + start.elapsed_time(end), calls + 1
+    return total / calls
+
+
+def _question(entry: dict) -> tuple:
+    return entry["arch"], entry["form"], entry["contraction"], entry["columns"], rows_bucket(entry["rows_per_expert"])
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="olmoe,7b-n256", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--forms", default=",".join(form.value for form in KernelForm))
+    parser.add_argument("--json", type=Path, required=True, help="write every measurement here")
+    arguments = parser.parse_args()
+    record: dict = {"gpu": torch.cuda.get_device_name(), "date": date.today().isoformat(), "entries": []}
+    winners = {_question(entry): entry for entry in table_entries()}
+    for shape_name in arguments.shapes.split(","):
+        layer = make_layer(SHAPES[shape_name], "uniform", seed=1)
+        for form in map(KernelForm, arguments.forms.split(",")):
+            entries = measure(form, shape_name, layer)
+            record["entries"] += entries
+            winners[_question(entries[0])] = entries[0]
+            print(form.value, shape_name, [(e["tile"]["columns"], e["tile"]["stages"], e["ms"]) for e in entries])
+            arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        del layer
+        torch.cuda.empty_cache()
+    lines = ",\n".join(" " + json.dumps(entry) for entry in winners.values())
+    TABLE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

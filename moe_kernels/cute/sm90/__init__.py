@@ -1,0 +1,1 @@
+"""Hopper: WGMMA, TMA with multicast, and cp.async for gathered rows."""

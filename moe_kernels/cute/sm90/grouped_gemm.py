@@ -1,0 +1,471 @@
+"""Hopper's grouped GEMM over packed rows: up, rows_matmul and down_backward are its forms (weight_grad.py: the rest).
+
+Every expert multiplies its own rows with its own matrix. 384 threads a block, clusters of two blocks, persistent:
+
+    warpgroup 0     producer. Rows: by TMA where they are packed; where they are gathered, all four warps copy 16 bytes
+                    a thread with cp.async, from rows whose indices were read one tile ahead. Weights: by TMA from warp
+                    0, each block loading one half for both (alone: all for itself, see common/scheduler.py).
+    warpgroups 1, 2 consumers. Either each computes 64 of a tile's 128 rows, or (ping-pong) they compute whole tiles in
+                    turn, and while one is in its epilogue, the other has the tensor cores.
+
+    full[s]   128 copying threads + 1 for the bytes of TMA, or that 1   -> the consumers of the stage
+    empty[s]  every consumer warp of both blocks                        -> the producers of both: weights are multicast
+    named barriers 1, 2: a warpgroup's turn with the tensor cores; 3 to 6: epilogue.py
+
+Letters: mA (rows, X), mB (Y, X, E) or (N, X, 2, E) for [gate | up] weights; X is the contraction, Y or N the columns.
+"""
+# mypy: disable-error-code="import-not-found, no-untyped-def, valid-type, attr-defined"
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.utils.hopper_helpers as sm90
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import LoadCacheMode, OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.pipeline import (
+    Agent,
+    CooperativeGroup,
+    MbarrierArray,
+    PipelineOp,
+    pipeline_init_arrive,
+    pipeline_init_wait,
+)
+from cutlass.tensor_utils import LayoutEnum
+
+from moe_kernels.cute.common.ring import advance, next_stage, skip
+from moe_kernels.cute.common.scheduler import CLUSTER, find_row_tile
+from moe_kernels.cute.common.views import load_origin, loads_end_at_row
+from moe_kernels.cute.sm90.epilogue import TmaView, make_epilogue
+from moe_kernels.cute.tiles import SHARED_MEMORY_BYTES, TILE_DEPTH, KernelForm, TileConfig
+
+_WARPGROUP = 128
+_THREADS = 3 * _WARPGROUP
+_TURN = 1  # named barriers 1 and 2
+_CHUNK = 8  # elements of one 16-byte copy
+_ROWS_PER_PASS = _WARPGROUP * _CHUNK // TILE_DEPTH
+
+
+class Operands(NamedTuple):
+    """The inputs on the device. ``weights_alone`` loads a block's whole tile of weights, ``weights`` half of it."""
+
+    rows: TmaView
+    weights: TmaView
+    weights_alone: TmaView
+    token_R: cute.Tensor
+    offsets_E1: cute.Tensor
+
+
+class SharedTensors(NamedTuple):
+    """A: (rows, depth, stages). B: (columns, depth, stages) for the MMA; B_box is the same memory as TMA writes it."""
+
+    A: cute.Tensor
+    B: cute.Tensor
+    B_box: cute.Tensor
+
+
+class Barriers(NamedTuple):
+    """One array per hand-over; what a form does not use is None."""
+
+    full: MbarrierArray
+    empty: MbarrierArray
+    loaded: MbarrierArray | None  # the epilogue's own loads
+
+
+class GroupedGemm:
+    """One form for one width of contraction and of output. Everything else about the problem is a run-time value."""
+
+    def __init__(
+        self, form: KernelForm, *, contraction: int, columns: int, dtype: type[cutlass.Numeric], tile: TileConfig
+    ) -> None:
+        self.form, self.tile, self.dtype = form, tile, dtype
+        self.contraction = contraction
+        self.is_gated = form in (KernelForm.up, KernelForm.up_inference)
+        self.gathers = form.gathers
+        self.k_major = self.is_gated or form is KernelForm.rows_matmul_k_major
+        self.k_tiles = -(-contraction // TILE_DEPTH)
+        self.halves = 2 if self.is_gated else 1
+        self.column_tiles = -(-columns // (tile.columns // self.halves))
+        self.consumer_warps = 4 if tile.ping_pong else 8
+        self.epilogue = make_epilogue(form, dtype=dtype, tile=tile, column_tiles=self.column_tiles)
+
+    # ---- host
+
+    @cute.jit
+    def __call__(
+        self,
+        rows: cute.Tensor,  # (T, X) if gathered, else (R, X)
+        weights: cute.Tensor,  # (E, 2N, X), (E, Y, X) or, if not k_major, (E, X, Y)
+        token_R: cute.Tensor,
+        offsets_E1: cute.Tensor,
+        epilogue_tensors: tuple,  # its outputs, then its own inputs
+        num_clusters: Int32,
+        stream: CUstream,
+    ) -> None:
+        """Launch on ``num_clusters`` clusters."""
+        self._make_layouts()
+        mB = self._weights_view(weights)
+        box_layout = cute.slice_(self.sB_box_layout, (*[None] * (cute.rank(self.sB_box_layout) - 1), 0))
+        box = (self.tile.columns // self.halves, TILE_DEPTH, *[2] * (self.halves - 1))
+        multicast = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SMulticastOp(), mB, box_layout, box, num_multicast=CLUSTER
+        )
+        alone = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mB, box_layout, box)
+        if const_expr(self.gathers):
+            rows_view = TmaView(alone[0], rows)  # the atom is not used
+        else:
+            rows_view = TmaView(
+                *cpasync.make_tiled_tma_atom(
+                    cpasync.CopyBulkTensorTileG2SOp(),
+                    self._rows_view(rows),
+                    cute.slice_(self.sA_layout, (None, None, 0)),
+                    (self.tile.rows, TILE_DEPTH),
+                )
+            )
+        operands = Operands(rows_view, TmaView(*multicast), TmaView(*alone), token_R, offsets_E1)
+        self.storage = self._make_storage()
+        assert self.storage.size_in_bytes() <= SHARED_MEMORY_BYTES["sm90"]
+        self.kernel(
+            operands,
+            self.epilogue.views(epilogue_tensors),
+            self._make_mma(),
+            self.sA_layout,
+            self.sB_layout,
+            self.sB_box_layout,
+            self.epilogue.store_layout(),
+            self.epilogue.load_layout(),
+        ).launch(grid=(CLUSTER, num_clusters, 1), block=(_THREADS, 1, 1), cluster=(CLUSTER, 1, 1), stream=stream)
+
+    def _make_layouts(self) -> None:
+        tile = self.tile
+        shape = (tile.rows, tile.columns, TILE_DEPTH)
+        b_order = LayoutEnum.ROW_MAJOR if self.k_major else LayoutEnum.COL_MAJOR
+        self.sA_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, tile.stages)
+        self.sB_layout = sm90.make_smem_layout_b(b_order, shape, self.dtype, tile.stages)
+        self.sB_box_layout = self.sB_layout
+        if self.is_gated:
+            atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+            self.sB_box_layout = cute.tile_to_shape(
+                atom, (tile.columns // 2, TILE_DEPTH, 2, tile.stages), order=(0, 1, 2, 3)
+            )
+
+    def _make_mma(self) -> cute.TiledMma:
+        b_mode = OperandMajorMode.K if self.k_major else OperandMajorMode.MN
+        return sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, b_mode, Float32, (1, 1, 1), (64, self.tile.columns)
+        )
+
+    def _weights_view(self, weights: cute.Tensor) -> cute.Tensor:
+        """Return (Y, X, E), or (N, X, 2, E): the halves apart, so that one box takes the same columns of both."""
+        if self.is_gated:
+            num_experts, rows, width = weights.shape
+            half = rows // 2
+            layout = cute.make_layout((half, width, 2, num_experts), stride=(width, 1, half * width, rows * width))
+            return cute.make_tensor(weights.iterator, layout)
+        mode = [1, 2, 0] if self.k_major else [2, 1, 0]
+        return cute.make_tensor(weights.iterator, cute.select(weights.layout, mode=mode))
+
+    def _rows_view(self, rows: cute.Tensor) -> cute.Tensor:
+        """Return ``loads_end_at_row`` with rows first. Zeros take less power in the tensor cores than others' rows."""
+        view = loads_end_at_row(rows)
+        return cute.make_tensor(view.iterator, cute.select(view.layout, mode=[1, 0, 2, 3]))
+
+    def _make_storage(self) -> type:
+        operand = cute.struct.Align
+        epilogue = self.epilogue
+
+        @cute.struct
+        class Storage:
+            ring: cute.struct.MemRange[Int64, 2 * self.tile.stages]
+            loads: cute.struct.MemRange[Int64, max(1, 2 * self.tile.load_stages)]
+            sA: operand[cute.struct.MemRange[self.dtype, cute.cosize(self.sA_layout)], 1024]
+            sB: operand[cute.struct.MemRange[self.dtype, cute.cosize(self.sB_layout)], 1024]
+            sStore: operand[cute.struct.MemRange[self.dtype, cute.cosize(epilogue.store_layout())], 1024]
+            sLoad: operand[cute.struct.MemRange[self.dtype, epilogue.load_elements()], 1024]
+
+        return Storage
+
+    # ---- device
+
+    @cute.kernel
+    def kernel(
+        self,
+        operands: Operands,
+        views: tuple,
+        mma: cute.TiledMma,
+        sA_layout: cute.ComposedLayout,
+        sB_layout: cute.ComposedLayout,
+        sB_box_layout: cute.ComposedLayout,
+        sStore_layout: cute.ComposedLayout,
+        sLoad_layout: cute.ComposedLayout,
+    ) -> None:
+        """Split the block into its roles."""
+        tidx, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = cute.arch.make_warp_uniform(tidx // _WARPGROUP)
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        storage = SmemAllocator().allocate(self.storage)
+        shared = SharedTensors(
+            storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner),
+            storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner),
+            storage.sB.get_tensor(sB_box_layout.outer, swizzle=sB_box_layout.inner),
+        )
+        sStore = storage.sStore.get_tensor(sStore_layout.outer, swizzle=sStore_layout.inner)
+        sLoad = storage.sLoad.get_tensor(sLoad_layout.outer, swizzle=sLoad_layout.inner)
+        stages = self.tile.stages
+        b_bytes = cute.size_in_bytes(self.dtype, cute.slice_(sB_layout, (None, None, 0)))
+        a_bytes = cute.size_in_bytes(self.dtype, cute.slice_(sA_layout, (None, None, 0)))
+        self.tma_bytes = b_bytes if const_expr(self.gathers) else a_bytes + b_bytes
+        full_op, full_count = PipelineOp.TmaLoad, 1
+        if const_expr(self.gathers):
+            full_op, full_count = PipelineOp.AsyncLoad, _WARPGROUP + 1
+        full_group = CooperativeGroup(Agent.Thread, full_count)
+        empty_group = CooperativeGroup(Agent.Thread, self.consumer_warps * CLUSTER)
+        ring = storage.ring.data_ptr()
+        barriers = Barriers(
+            MbarrierArray(ring, stages, (full_op, full_group), self.tma_bytes),
+            MbarrierArray(ring + stages, stages, (PipelineOp.AsyncThread, empty_group)),
+            self._load_barriers(storage),
+        )
+        pipeline_init_arrive(cluster_shape_mn=(CLUSTER, 1), is_relaxed=True)
+        pipeline_init_wait(cluster_shape_mn=(CLUSTER, 1))
+        if group == 0:
+            cute.arch.setmaxregister_decrease(self.tile.producer_registers)
+            if const_expr(self.gathers):
+                self._gather(operands, shared, barriers, tidx, warp, rank)
+            elif warp == 0:
+                self._load(operands, shared, barriers, rank)
+        else:
+            cute.arch.setmaxregister_increase(self.tile.consumer_registers)
+            self._consume(operands, views, shared, sStore, sLoad, mma, barriers, tidx, warp, group, rank)
+
+    def _load_barriers(self, storage):
+        if self.tile.load_stages == 0:
+            return None
+        group = CooperativeGroup(Agent.Thread, 1)
+        return MbarrierArray(storage.loads.data_ptr(), 2 * self.tile.load_stages, (PipelineOp.TmaLoad, group))
+
+    @cute.jit
+    def _find(self, operands, unit, window_expert, window_unit, rank):
+        return find_row_tile(
+            unit, window_expert, window_unit, operands.offsets_E1, rank, self.column_tiles, self.tile.rows
+        )
+
+    def _partition_weights(self, view, sB_box, tile, rank=0, blocks=1):
+        box = (self.tile.columns // self.halves, TILE_DEPTH, *[2] * (self.halves - 1))
+        gB = cute.local_tile(view.tensor, box, (tile.column, None, *[0] * (self.halves - 1), tile.expert))
+        modes = cute.rank(sB_box) - 1
+        sB, gB = cute.group_modes(sB_box, 0, modes), cute.group_modes(gB, 0, modes)
+        return cpasync.tma_partition(view.atom, rank, cute.make_layout(blocks), sB, gB)
+
+    @cute.jit
+    def _issue_weights(self, operands, shared, tile, k, stage, barrier, rank):
+        """Announce a stage's bytes and load its weights: half of them for both blocks, or if alone all."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tma_bytes)
+        if tile.is_alone:
+            dst, src = self._partition_weights(operands.weights_alone, shared.B_box, tile)
+            cute.copy(operands.weights_alone.atom, src[None, k], dst[None, stage], tma_bar_ptr=barrier)
+        else:
+            dst, src = self._partition_weights(operands.weights, shared.B_box, tile, rank, CLUSTER)
+            both = Int32((1 << CLUSTER) - 1)
+            cute.copy(operands.weights.atom, src[None, k], dst[None, stage], tma_bar_ptr=barrier, mcast_mask=both)
+
+    def _partition_rows(self, operands, shared, tile):
+        column, row, wrap, end = load_origin(tile.first_row, tile.end_row, self.contraction)
+        gA = cute.local_tile(
+            cute.domain_offset((row, column, wrap, end), operands.rows.tensor),
+            (self.tile.rows, TILE_DEPTH),
+            (0, None, 0, 0),
+        )
+        return cpasync.tma_partition(
+            operands.rows.atom, 0, cute.make_layout(1), cute.group_modes(shared.A, 0, 2), cute.group_modes(gA, 0, 2)
+        )
+
+    @cute.jit
+    def _load(self, operands, shared, barriers, rank):
+        """Feed the ring by TMA alone. One warp."""
+        _, unit, _ = cute.arch.block_idx()
+        _, num_clusters, _ = cute.arch.grid_dim()
+        stage, phase = Int32(0), Int32(1)
+        tile = self._find(operands, unit, Int32(0), Int32(0), rank)
+        while tile.is_found:
+            dst, src = self._partition_rows(operands, shared, tile)
+            for k in cutlass.range(self.k_tiles, unroll=1):
+                barriers.empty.wait(stage, phase)
+                barrier = barriers.full.get_barrier(stage)
+                self._issue_weights(operands, shared, tile, k, stage, barrier, rank)
+                cute.copy(operands.rows.atom, src[None, k], dst[None, stage], tma_bar_ptr=barrier)
+                stage, phase = advance(stage, phase, self.tile.stages)
+            unit += num_clusters
+            tile = self._find(operands, unit, tile.window_expert, tile.window_unit, rank)
+        self._drain(barriers, stage, phase)
+
+    @cute.jit
+    def _gather(self, operands, shared, barriers, tidx, warp, rank):
+        """Feed the ring, all four warps copying rows that ``token_R`` names."""
+        _, unit, _ = cute.arch.block_idx()
+        _, num_clusters, _ = cute.arch.grid_dim()
+        cache = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
+        atom = cute.make_copy_atom(cache, self.dtype, num_bits_per_copy=128)
+        threads = cute.make_ordered_layout((_ROWS_PER_PASS, TILE_DEPTH // _CHUNK), order=(1, 0))
+        copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, _CHUNK)))
+        tAsA = copy.get_slice(tidx).partition_D(shared.A)  # ((8, 1), passes, 1, stages)
+        passes = self.tile.rows // _ROWS_PER_PASS
+        tokens = cute.make_rmem_tensor((passes,), Int32)
+        tokens_next = cute.make_rmem_tensor((passes,), Int32)
+        first_column = (tidx % (TILE_DEPTH // _CHUNK)) * _CHUNK
+        base = operands.rows.tensor.iterator + cute.assume(first_column, divby=_CHUNK)
+        stage, phase = Int32(0), Int32(1)
+        tile = self._find(operands, unit, Int32(0), Int32(0), rank)
+        self._read_indices(operands.token_R, tile, tidx, tokens_next)
+        while tile.is_found:
+            for i in cutlass.range_constexpr(passes):
+                tokens[i] = tokens_next[i]
+            unit += num_clusters
+            upcoming = self._find(operands, unit, tile.window_expert, tile.window_unit, rank)
+            self._read_indices(operands.token_R, upcoming, tidx, tokens_next)
+            for k in cutlass.range(self.k_tiles, unroll=1):
+                barriers.empty.wait(stage, phase)
+                if warp == 0:
+                    barrier = barriers.full.get_barrier(stage)
+                    self._issue_weights(operands, shared, tile, k, stage, barrier, rank)
+                for i in cutlass.range_constexpr(passes):
+                    self._copy_chunk(atom, base, tokens[i], k, first_column, tAsA[None, i, 0, stage])
+                barriers.full.arrive(stage, None)
+                stage, phase = advance(stage, phase, self.tile.stages)
+            tile = upcoming
+        self._drain(barriers, stage, phase)
+
+    @cute.jit
+    def _copy_chunk(self, atom, base, token, k, column, dst):
+        """Copy 16 bytes of a token's row, or write zeros: for a row past the expert's end, or past the contraction's.
+
+        Zeros cost neither a read nor, in the tensor cores, the power that repeating a row would.
+        """
+        inside = cute.make_rmem_tensor((1,), cutlass.Boolean)
+        inside[0] = token >= 0
+        if const_expr(self.contraction % TILE_DEPTH != 0):
+            inside[0] = token >= 0 and column + k * TILE_DEPTH < self.contraction
+        offset = Int64(cutlass.max(token, 0)) * self.contraction + k * TILE_DEPTH
+        chunk = cute.make_tensor(base + cute.assume(offset, divby=_CHUNK), cute.make_layout(((_CHUNK, 1),)))
+        cute.copy(atom, chunk, dst, pred=inside)
+
+    @cute.jit
+    def _read_indices(self, token_R, tile, tidx, tokens):
+        """Read the tokens of this thread's rows, -1 for rows past the expert's end."""
+        if tile.is_found:
+            for i in cutlass.range_constexpr(self.tile.rows // _ROWS_PER_PASS):
+                row = tile.first_row + tidx // (TILE_DEPTH // _CHUNK) + _ROWS_PER_PASS * i
+                tokens[i] = token_R[row] if row < tile.end_row else Int32(-1)
+
+    @cute.jit
+    def _drain(self, barriers, stage, phase):
+        """Wait until every stage was released, so that no arrival reaches a block that has ended."""
+        for _ in cutlass.range_constexpr(self.tile.stages):
+            barriers.empty.wait(stage, phase)
+            stage, phase = advance(stage, phase, self.tile.stages)
+
+    @cute.jit
+    def _consume(self, operands, views, shared, sStore, sLoad, mma, barriers, tidx, warp, group, rank):
+        """Multiply what the ring brings and hand each tile to the epilogue."""
+        _, cluster, _ = cute.arch.block_idx()
+        _, num_clusters, _ = cute.arch.grid_dim()
+        tile_config, stages = self.tile, self.tile.stages
+        consumer = group - 1
+        in_group = tidx % _WARPGROUP
+        row_offset, tCrA, tCrB, acc = self._fragments(shared, mma, consumer, in_group)
+        blocks = tile_config.warpgroup_rows // 64
+        lane = tidx % 32
+        step = num_clusters
+        unit = cluster
+        stage, phase, released = Int32(0), Int32(0), Int32(0)
+        if const_expr(tile_config.ping_pong):
+            step = 2 * num_clusters
+            if consumer == 1:
+                unit += num_clusters
+                stage, phase = skip(stage, phase, self.k_tiles, stages)
+                released = stage
+                cute.arch.barrier_arrive(barrier_id=_TURN, number_of_threads=2 * _WARPGROUP)
+                self.epilogue.give_turn(consumer)
+        state = self.epilogue.start(views, sStore, sLoad, mma, barriers.loaded, in_group, warp, consumer)
+        tile = self._find(operands, unit, Int32(0), Int32(0), rank)
+        while tile.is_found:
+            first_row = tile.first_row + row_offset
+            has_rows = first_row < tile.end_row
+            if has_rows:
+                self.epilogue.begin_tile(state, first_row, tile.end_row, tile.column)
+            if const_expr(tile_config.ping_pong):
+                cute.arch.barrier(barrier_id=_TURN + consumer, number_of_threads=2 * _WARPGROUP)
+            ring = (stage, phase, released)
+            unit += step
+            search = (operands, unit, tile.window_expert, tile.window_unit, rank)
+            products = (acc, tCrA, tCrB, barriers, consumer, lane)
+            upcoming = tile
+            if first_row + 64 * (blocks - 1) < tile.end_row:
+                stage, phase, released, upcoming = self._multiply(products, ring, search, blocks)
+            else:
+                stage, phase, released, upcoming = self._multiply(products, ring, search, blocks - 1)
+            if const_expr(tile_config.ping_pong):
+                stage, phase = skip(stage, phase, self.k_tiles, stages)
+                released = stage
+            if has_rows:
+                self.epilogue.finish_tile(state, acc, first_row, tile.end_row, tile.column)
+            tile = upcoming
+        self.epilogue.end(state)
+
+    def _fragments(self, shared, mma, consumer, in_group):
+        """Return a warpgroup's first row in the tile, its operands and its accumulators."""
+        rows = self.tile.warpgroup_rows
+        row_offset, sA = Int32(0), shared.A
+        if const_expr(not self.tile.ping_pong):
+            row_offset, sA = consumer * rows, cute.local_tile(shared.A, (rows, TILE_DEPTH), (consumer, 0, None))
+        tCrA = mma.make_fragment_A(mma.get_slice(0).partition_A(sA))
+        tCrB = mma.make_fragment_B(mma.get_slice(0).partition_B(shared.B))
+        acc_shape = mma.get_slice(in_group).partition_shape_C((rows, self.tile.columns))
+        return row_offset, tCrA, tCrB, cute.make_rmem_tensor(acc_shape, Float32)
+
+    def _gemm(self, mma, acc, a, b, blocks: int) -> None:
+        """Issue the products of the first ``blocks`` blocks of 64 rows."""
+        if blocks < self.tile.warpgroup_rows // 64:
+            a, acc = cute.append_ones(a[None, 0], up_to_rank=2), cute.append_ones(acc[None, 0, 0], up_to_rank=3)
+        cute.gemm(mma, acc, a, b, acc)
+
+    @cute.jit
+    def _multiply(self, products, ring, search, blocks: cutlass.Constexpr):
+        """Multiply the first ``blocks`` blocks of 64 rows (the last may hold no row), and meanwhile find the next tile.
+
+        Returns the new place in the ring and the next tile. The products are complete.
+        """
+        acc, tCrA, tCrB, barriers, consumer, lane = products
+        stage, phase, released = ring
+        stages = self.tile.stages
+        mma = self._make_mma()  # its accumulate flag changes in here: a flag of its own for each branch that calls
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        for k in cutlass.range(self.k_tiles, unroll=1):
+            barriers.full.wait(stage, phase)
+            if const_expr(self.gathers):  # cp.async writes through the generic proxy, WGMMA reads through the other
+                cute.arch.fence_view_async_shared()
+            if const_expr(blocks > 0):
+                warpgroup.fence()
+                for kb in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+                    self._gemm(mma, acc, tCrA[None, None, kb, stage], tCrB[None, None, kb, stage], blocks)
+                    mma.set(warpgroup.Field.ACCUMULATE, True)
+                warpgroup.commit_group()
+            stage, phase = advance(stage, phase, stages)
+            if k > 0:
+                if const_expr(blocks > 0):
+                    warpgroup.wait_group(1)
+                if lane < CLUSTER:
+                    barriers.empty.arrive(released, lane)
+                released = next_stage(released, stages)
+        if const_expr(self.tile.ping_pong):
+            cute.arch.barrier_arrive(barrier_id=_TURN + 1 - consumer, number_of_threads=2 * _WARPGROUP)
+        upcoming = self._find(*search)
+        if const_expr(blocks > 0):
+            warpgroup.wait_group(0)
+        if lane < CLUSTER:
+            barriers.empty.arrive(released, lane)
+        released = next_stage(released, stages)
+        return stage, phase, released, upcoming

@@ -1,0 +1,1 @@
+"""Kernels in Triton that the GPU backends share."""

@@ -1,0 +1,90 @@
+"""Compiles kernels for sm_90a in a process of its own and prints, one JSON line each, what is in their machine code.
+
+The compiler reads its target and what to keep when it is imported, so a test cannot do this in the process of another.
+Usage: compile_report.py FILE, a JSON list of [form, contraction, columns, dtype, tile fields].
+"""
+
+import json
+import os
+import re
+import struct
+import sys
+import tempfile
+from pathlib import Path
+
+_FRAME_SIZE = 0x11  # EIATTR_FRAME_SIZE: (symbol, bytes of local memory)
+_SIZED_VALUE = 4  # EIFMT_SVAL
+
+
+def frame_bytes(cubin: bytes) -> int:
+    """Return the most bytes of local memory that a kernel in ``cubin`` takes; anything above zero is a spill."""
+    assert cubin[:4] == b"\x7fELF"
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry_size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(count)]
+    names_at = sections[names][4]
+    frames = []
+    for name, _, _, _, offset, size in sections:
+        end_of_name = cubin.index(b"\0", names_at + name)
+        if cubin[names_at + name : end_of_name] != b".nv.info":
+            continue
+        at = offset
+        while at < offset + size:
+            kind, attribute, value = struct.unpack_from("<BBH", cubin, at)
+            at += 4
+            if kind == _SIZED_VALUE:
+                if attribute == _FRAME_SIZE:
+                    frames.append(struct.unpack_from("<II", cubin, at)[1])
+                at += value
+    assert frames, "no kernel in the cubin says how large its frame is"
+    return max(frames)
+
+
+def keeps_its_sums(ptx: str) -> bool:
+    """Return whether every product adds to its accumulators from a chain's second k-tile on.
+
+    A product takes its accumulate flag from a register. If tracing loses the change that a loop makes to the first
+    one's, that register only ever holds 0, and every k-tile overwrites the last.
+    """
+    flags = set(re.findall(r"setp\.ne\.b32 p, (%r\d+), 0;\s*wgmma\.mma_async", ptx))
+    return bool(flags) and all(re.search(rf"mov\.b32\s+{flag}, 1;", ptx) for flag in flags)
+
+
+def main() -> None:
+    os.environ["CUTE_DSL_ARCH"] = "sm_90a"
+    os.environ["CUTE_DSL_KEEP"] = "ptx,cubin"
+    os.environ["CUTE_DSL_NO_CACHE"] = "1"
+    with tempfile.TemporaryDirectory() as dump:
+        os.environ["CUTE_DSL_DUMP_DIR"] = dump
+        import torch
+
+        from moe_kernels.cute.build import build_kernel
+        from moe_kernels.cute.compile import KernelKey
+        from moe_kernels.cute.tiles import KernelForm, TileConfig
+
+        for form, contraction, columns, dtype, tile in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
+            key = KernelKey(
+                form=KernelForm(form),
+                contraction=contraction,
+                columns=columns,
+                dtype=getattr(torch, dtype),
+                arch="sm90",
+                tile=TileConfig(**tile),
+            )
+            kernel = build_kernel(key)
+            ptx = kernel.__ptx__
+            report = {
+                "target": re.search(r"^\.target (\w+)", ptx, re.M).group(1),
+                "wgmma": ptx.count("wgmma.mma_async"),
+                "bulk_loads": len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global", ptx)),
+                "bulk_stores": len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global\.shared", ptx)),
+                "multicasts": ptx.count(".multicast::cluster"),
+                "gathers": ptx.count("cp.async.cg.shared.global"),
+                "keeps_its_sums": keeps_its_sums(ptx),
+                "frame_bytes": frame_bytes(kernel.__cubin__),
+            }
+            print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""The Hopper kernels on a Hopper GPU: each op and the whole layer against the reference, and what must not happen."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from moe_kernels import BackendName, MoEProblem, RoutingKind, arch_of, moe_experts, moe_experts_ref, resolve_backend
+from moe_kernels.cute.compile import KernelCache
+from moe_kernels.cute.ops import CuteSm90Backend
+from moe_kernels.reference.ops import ReferenceBackend
+from moe_kernels.routing.kinds import Rounding
+from moe_kernels.routing.token_rounding import route_token_rounding
+from moe_kernels.routing.top_k import route_top_k
+from moe_kernels.side import GatheredSide
+from moe_kernels.testing import assert_as_good_as, edge_cases, poisoned_memory, random_layer, random_probs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl (pip install 'gristmill[cute]')")
+if not torch.cuda.is_available() or arch_of(torch.device("cuda")) != "sm90":
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+BACKEND, REFERENCE = CuteSm90Backend(), ReferenceBackend()
+EVEN, TAILS = (256, 192), (200, 136)  # (D, N)
+OPS = ["up", "up_inference", "down", "dx", "down_backward", "dw_down", "dw_gate_up", "combine", "sum"]
+
+
+def skewed():
+    """Return the plan of an empty, an overfull and many ordinary experts."""
+    prob_TE = random_probs(1000, 16, seed=3)
+    prob_TE[:, 3], prob_TE[:, 5] = 0.0, 1.0
+    return route_top_k(prob_TE, 4).plan
+
+
+def rounded():
+    return route_token_rounding(random_probs(1000, 16, seed=3), 4, tile_m=128, rounding=Rounding.up).plan
+
+
+CASES = {
+    "skewed": (skewed, EVEN),
+    "rounded up, unused rows": (rounded, EVEN),
+    "1024 experts, most of them empty": (lambda: route_top_k(random_probs(70, 1024, seed=4), 3).plan, EVEN),
+    "Zipf loads": (lambda: route_top_k(zipf_probs(2000, 64), 8).plan, EVEN),
+    "K = 32": (lambda: route_top_k(random_probs(300, 40, seed=6), 32).plan, EVEN),
+    **{f"tails, {case.name}": (lambda case=case: case.plan, TAILS) for case in edge_cases()},
+}
+
+
+def zipf_probs(T, E):
+    weight_E = torch.arange(1, E + 1, dtype=torch.float32) ** -1.2
+    generator = torch.Generator().manual_seed(7)
+    gumbel_TE = -torch.log(-torch.log(torch.rand(T, E, generator=generator).clamp(1e-6, 1 - 1e-6)))
+    return (weight_E.log() + gumbel_TE).softmax(-1)
+
+
+def on_gpu(plan):
+    tensors = {f.name: getattr(plan, f.name).cuda() for f in fields(plan) if torch.is_tensor(getattr(plan, f.name))}
+    return replace(plan, **tensors)
+
+
+class Inputs:
+    """Unit-scale inputs of all ops; rows of no expert hold NaN, which must reach nothing."""
+
+    def __init__(self, plan, D, N, dtype, seed=0):
+        generator = torch.Generator("cuda").manual_seed(seed)
+
+        def normal(*shape, scale=1.0):
+            return (torch.randn(*shape, device="cuda", generator=generator) * scale).to(dtype)
+
+        self.used = int(plan.expert_offsets_E1[-1])
+        self.x_TD, self.dout_TD = normal(plan.T, D), normal(plan.T, D)
+        self.w_gate_up = normal(plan.E, 2 * N, D, scale=D**-0.5)
+        self.w_down = normal(plan.E, D, N, scale=N**-0.5)
+        self.h_R2N, self.a_RN, self.y_RD = normal(plan.R, 2 * N), normal(plan.R, N), normal(plan.R, D)
+        self.score_R = torch.rand(plan.R, device="cuda", generator=generator)
+        for rows in (self.h_R2N, self.a_RN, self.y_RD, self.score_R):
+            rows[self.used :] = float("nan")
+
+    def to(self, dtype):
+        wide = object.__new__(Inputs)
+        score_dtype = torch.promote_types(dtype, torch.float32)
+        wide.__dict__ = {
+            name: value.to(score_dtype if name == "score_R" else dtype) if torch.is_tensor(value) else value
+            for name, value in self.__dict__.items()
+        }
+        return wide
+
+
+def run(backend, op, t, plan):
+    """Return the op's outputs, without rows of no expert."""
+    used = t.used
+    match op:
+        case "up":
+            return [rows[:used] for rows in backend.up(t.x_TD, t.w_gate_up, plan)]
+        case "up_inference":
+            if backend is REFERENCE:
+                return [backend.up(t.x_TD, t.w_gate_up, plan)[1][:used]]
+            return [backend.up_inference(t.x_TD, t.w_gate_up, plan)[:used]]
+        case "down":
+            return [backend.rows_matmul(t.a_RN, t.w_down.transpose(1, 2), plan)[:used]]
+        case "dx":
+            return [backend.rows_matmul(t.h_R2N, t.w_gate_up, plan)[:used]]
+        case "down_backward":
+            return [rows[:used] for rows in backend.down_backward(t.dout_TD, t.h_R2N, t.w_down, t.score_R, plan)]
+        case "dw_down":
+            return [backend.weight_grad(t.dout_TD, t.a_RN, plan, gathered=GatheredSide.left)]
+        case "dw_gate_up":
+            return [backend.weight_grad(t.h_R2N, t.x_TD, plan, gathered=GatheredSide.right)]
+        case "combine":
+            return [backend.combine(t.y_RD, t.score_R, plan)]
+        case "sum":
+            return [backend.combine(t.y_RD, None, plan)]
+
+
+def check(op, plan, D, N, dtype):
+    inputs = Inputs(plan, D, N, dtype)
+    with poisoned_memory():
+        actual = run(BACKEND, op, inputs, plan)
+    if inputs.used == 0 and op not in ("dw_down", "dw_gate_up", "combine", "sum"):
+        return
+    baseline = run(REFERENCE, op, inputs, plan)
+    truth = run(REFERENCE, op, inputs.to(torch.float64), plan)
+    for mine, theirs, exact in zip(actual, baseline, truth, strict=True):
+        assert_as_good_as(mine, theirs, exact)
+    with poisoned_memory():
+        again = run(BACKEND, op, inputs, plan)
+    assert all(torch.equal(one, two) for one, two in zip(actual, again, strict=True)), "not the same bits twice"
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("case", CASES)
+def test_each_op_is_as_good_as_torch_and_repeats_its_bits(op, case):
+    make_plan, (D, N) = CASES[case]
+    check(op, on_gpu(make_plan()), D, N, torch.bfloat16)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_each_op_runs_in_fp16(op):
+    check(op, on_gpu(skewed()), *EVEN, torch.float16)
+
+
+@pytest.mark.parametrize("make_plan", [skewed, rounded])
+def test_rows_of_no_expert_are_not_written(make_plan):
+    plan = on_gpu(make_plan())
+    inputs = Inputs(plan, *EVEN, torch.bfloat16)
+    with poisoned_memory():
+        h_R2N, a_RN = BACKEND.up(inputs.x_TD, inputs.w_gate_up, plan)
+        y_RD = BACKEND.rows_matmul(inputs.a_RN, inputs.w_down.transpose(1, 2), plan)
+        grads = BACKEND.down_backward(inputs.dout_TD, inputs.h_R2N, inputs.w_down, inputs.score_R, plan)
+    for rows in (h_R2N, a_RN, y_RD, grads.dh_R2N, grads.scaled_a_RN):
+        assert bool(rows[inputs.used :].isnan().all())
+
+
+@pytest.mark.parametrize("kind", [RoutingKind.top_k, RoutingKind.token_rounding])
+def test_layer_and_all_gradients_are_as_good_as_torch(kind):
+    D, N = EVEN
+    prob_TE = random_probs(1000, 16, seed=8)
+    routing = (
+        route_top_k(prob_TE, 4)
+        if kind is RoutingKind.top_k
+        else route_token_rounding(prob_TE, 4, tile_m=128, rounding=Rounding.nearest)
+    )
+    problem = MoEProblem(
+        T=1000, D=D, N=N, E=16, K=4, tile_m=128, routing=kind, dtype=torch.bfloat16, arch=arch_of(torch.device("cuda"))
+    )
+    backend = resolve_backend(BackendName.auto, problem)
+    assert backend.name == "cute_sm90"
+    plan = on_gpu(routing.plan)
+    tensors = random_layer(prob_TE, D=D, N=N, dtype=torch.bfloat16, seed=1, device="cuda")
+    dout_TD = torch.randn(1000, D, generator=torch.Generator().manual_seed(2)).cuda().bfloat16()
+
+    def gradients(function, arguments, dout, **options):
+        out_TD = function(*arguments, plan, **options)
+        return [out_TD, *torch.autograd.grad(out_TD, arguments, dout)]
+
+    with poisoned_memory():
+        actual = gradients(moe_experts, tensors, dout_TD, backend=backend)
+    baseline = gradients(moe_experts_ref, tensors, dout_TD)
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    truth = gradients(moe_experts_ref, exact, dout_TD.double())
+    for mine, theirs, exactly in zip(actual, baseline, truth, strict=True):
+        assert_as_good_as(mine.detach(), theirs.detach(), exactly.detach())
+
+
+def test_nothing_is_compiled_for_another_number_of_tokens():
+    backend = CuteSm90Backend(cache=KernelCache(BACKEND.cache.folder))
+    D, N = EVEN
+    for T in (1000, 999, 128, 1, 4096):
+        plan = on_gpu(route_top_k(random_probs(T, 16, seed=T), 4).plan)
+        inputs = Inputs(plan, D, N, torch.bfloat16)
+        for op in OPS:
+            run(backend, op, inputs, plan)
+        seen = backend.cache.num_compiled + backend.cache.num_loaded
+        assert seen == 7, "one kernel for each form, at the first T"
+
+
+def test_kernels_run_in_a_graph_and_on_two_streams_at_once():
+    plan = on_gpu(skewed())
+    inputs = Inputs(plan, *EVEN, torch.bfloat16)
+
+    def forward():
+        _, a_RN = BACKEND.up(inputs.x_TD, inputs.w_gate_up, plan)
+        y_RD = BACKEND.rows_matmul(a_RN, inputs.w_down.transpose(1, 2), plan)
+        return BACKEND.combine(y_RD, inputs.score_R, plan)
+
+    expected = forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward()
+    captured.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, expected)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outputs = []
+    for i in range(20):
+        with torch.cuda.stream(streams[i % 2]):
+            outputs.append(forward())
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in outputs)
+
+
+def test_addresses_past_32_bits_reach_the_right_rows():
+    D, N, T, K, E = 1032, 64, 262_144, 8, 16
+    plan = on_gpu(route_top_k(random_probs(T, E, seed=9), K).plan)
+    assert plan.R * D > 2**31
+    generator = torch.Generator("cuda").manual_seed(0)
+    a_RN = torch.randn(plan.R, N, device="cuda", generator=generator).bfloat16()
+    w_down = torch.randn(E, D, N, device="cuda", generator=generator).bfloat16() * N**-0.5
+    y_RD = BACKEND.rows_matmul(a_RN, w_down.transpose(1, 2), plan)
+    last = slice(plan.R - 1000, plan.R)  # all of the last expert
+    assert int(plan.expert_R[last.start]) == E - 1
+    truth = a_RN[last].double() @ w_down[E - 1].double().t()
+    assert_as_good_as(y_RD[last], a_RN[last] @ w_down[E - 1].t(), truth)
+    out_TD = BACKEND.combine(y_RD, None, plan)
+    token = plan.token_R[last][-8:].long()
+    rows = plan.row_by_token_R.view(T, K)[token].long()
+    assert_as_good_as(out_TD[token], y_RD[rows].sum(1), y_RD[rows].double().sum(1))
