@@ -45,27 +45,25 @@ class MoE(nn.Module):
     def forward(self, x_BSD: Tensor, *, routing: RoutingKind, seed: int | Tensor | None) -> tuple[Tensor, MoEStats]:
         """Return the experts' weighted sum per token, (B, S, D), and what the router did."""
         x_TD = x_BSD.flatten(0, 1)
-        routed = self.router(x_TD, routing=routing, seed=seed)
+        routed = self.router(x_TD, routing=routing, seed=seed, num_sequences=x_BSD.shape[0])
         out_TD = moe_experts(
             x_TD, self.w_gate_up, self.w_down, routed.score_TE, routed.routing.plan, backend=self.backend
         )
-        return out_TD.view_as(x_BSD), moe_stats(routed, num_sequences=x_BSD.shape[0])
+        return out_TD.view_as(x_BSD), moe_stats(routed)
 
 
-def moe_stats(routed: Routed, *, num_sequences: int) -> MoEStats:
+def moe_stats(routed: Routed) -> MoEStats:
     """Return counts and sums of a routed micro-batch; only ``prob_sum_BE`` and ``z_sum`` carry gradients."""
-    top_k_TE, keep_TE = routed.routing.top_k_mask_TE, routed.routing.keep_TE
-    logits_TE, prob_TE = routed.logits_TE.detach(), routed.prob_TE.detach()
+    plan = routed.routing.plan
+    row_count_E = plan.expert_offsets_E1.diff().long()
+    pairs_added = (routed.routing.keep_TE > routed.routing.top_k_mask_TE).sum()
     return MoEStats(
-        top_k_count_BE=top_k_TE.unflatten(0, (num_sequences, -1)).sum(dim=1),
-        prob_sum_BE=routed.prob_TE.unflatten(0, (num_sequences, -1)).sum(dim=1),
-        z_sum=routed.logits_TE.logsumexp(dim=-1).square().sum(),
-        entropy_sum=torch.special.entr(prob_TE).sum(),
-        logit_max=logits_TE.max(),
-        row_count_E=keep_TE.sum(dim=0),
-        pairs_added=(keep_TE & ~top_k_TE).sum(),
-        pairs_dropped=(top_k_TE & ~keep_TE).sum(),
-        tokens_without_expert=(~keep_TE.any(dim=-1)).sum(),
+        *routed.sums,
+        row_count_E=row_count_E,
+        pairs_added=pairs_added,
+        # Of the masks only one comparison is made: they are large, and the plan's offsets say the rest.
+        pairs_dropped=pairs_added + routed.sums.top_k_count_BE.sum() - row_count_E.sum(),
+        tokens_without_expert=(plan.token_offsets_T1.diff() == 0).sum(),
     )
 
 

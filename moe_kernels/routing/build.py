@@ -1,4 +1,7 @@
-"""From the pairs to compute to a RoutingPlan: plain torch, no host sync, shapes known before the numbers are."""
+"""From the pairs to compute to a RoutingPlan: no host sync, shapes known before the numbers are.
+
+On CUDA devices two launches of moe_kernels/triton/plan.py do it, with the same bits.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +16,15 @@ def plan_from_mask(keep_TE: Tensor, *, R: int) -> RoutingPlan:
     ``R`` must bound the number of pairs (``plan.row_capacity``). Nothing here can look whether it does without waiting
     for the device; ``check_plan`` does look.
     """
+    if keep_TE.is_cuda:
+        from moe_kernels.triton import plan  # noqa: PLC0415 - triton comes with CUDA builds of torch alone
+
+        return plan.plan_from_mask(keep_TE, R=R)
+    return plan_from_mask_torch(keep_TE, R=R)
+
+
+def plan_from_mask_torch(keep_TE: Tensor, *, R: int) -> RoutingPlan:
+    """Return what ``plan_from_mask`` does, in plain torch on any device."""
     T, E = keep_TE.shape
     keep_TE, keep_ET = keep_TE.contiguous(), keep_TE.t().contiguous()
     expert_token_R2 = torch.nonzero_static(keep_ET, size=R, fill_value=0)

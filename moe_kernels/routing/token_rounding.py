@@ -1,7 +1,8 @@
 """Token rounding: top-K routing whose count per expert is moved to a multiple of the tile.
 
 docs/token_rounding.md states the six rules, the ranking and the clamp, with an example. Weights of pairs are not chosen
-here: the caller's scores weigh whatever pairs are kept. Source: SonicMoE (arXiv 2512.14080), Algorithms 4 and 6.
+here: the caller's scores weigh whatever pairs are kept. On CUDA devices moe_kernels/triton/rounding.py computes the
+same plan, bit for bit. Source: SonicMoE (arXiv 2512.14080), Algorithms 4 and 6.
 """
 
 from typing import NamedTuple
@@ -50,12 +51,35 @@ def route_token_rounding(
     Raises: ValueError for shapes, K or tile_m out of range, or a missing seed.
     """
     check_choice(prob_TE, K)
-    T, E = prob_TE.shape
+    E = prob_TE.shape[1]
     if tile_m < 1:
         raise ValueError(f"tile_m={tile_m} (model.moe.routing.tile_m) must be at least 1")
     if bias_E is not None and bias_E.shape != (E,):
         raise ValueError(f"bias_E has shape {tuple(bias_E.shape)}, expected (E,) = {(E,)}")
     prob_TE = prob_TE.detach().float()
+    if prob_TE.is_cuda:
+        from moe_kernels.triton.choice import choose  # noqa: PLC0415 - triton comes with CUDA builds of torch alone
+        from moe_kernels.triton.rounding import round_choice  # noqa: PLC0415
+
+        chosen = choose(prob_TE, None if bias_E is None else bias_E.detach(), K, transposed=True)
+        return round_choice(
+            chosen.prob_ET,
+            chosen.top_k_mask_TE,
+            chosen.top_k_mask_ET,
+            chosen.count_E,
+            K=K,
+            tile_m=tile_m,
+            rounding=rounding,
+            seed=seed,
+        )
+    return token_rounding_torch(prob_TE, K, tile_m=tile_m, rounding=rounding, bias_E=bias_E, seed=seed)
+
+
+def token_rounding_torch(
+    prob_TE: Tensor, K: int, *, tile_m: int, rounding: Rounding, bias_E: Tensor | None, seed: int | Tensor | None
+) -> Routing:
+    """Return what ``route_token_rounding`` does with checked arguments, in plain torch on any device."""
+    T, E = prob_TE.shape
     top_k_mask_TE = top_k_mask(prob_TE if bias_E is None else prob_TE + bias_E.detach(), K)
     columns = _columns(prob_TE, top_k_mask_TE, tile_m)
     target_E = torch.where(_goes_up(columns, rounding, seed), columns.hi_E, columns.lo_E)
@@ -92,8 +116,6 @@ def _goes_up(columns: _Columns, rounding: Rounding, seed: int | Tensor | None) -
         case Rounding.nearest:
             return hi_E - count_E < count_E - lo_E
         case Rounding.stochastic:
-            if seed is None:
-                raise ValueError("rounding=stochastic needs a seed: the same seed gives the same plan on any device")
             # u/2³² < (f - lo)/tile, in integers.
             return random_bits(seed, count_E.shape[0], count_E.device) * tile_m < (count_E - lo_E) << 32
         case Rounding.nearest_score:

@@ -1,4 +1,7 @@
-"""Top-K routing: each token takes its K most probable experts, ties to the lower expert id."""
+"""Top-K routing: each token takes its K most probable experts, ties to the lower expert id.
+
+On CUDA devices moe_kernels/triton/choice.py makes the same choice in one launch.
+"""
 
 import torch
 from torch import Tensor
@@ -18,8 +21,16 @@ def route_top_k(choice_TE: Tensor, K: int) -> Routing:
     Raises: ValueError unless ``choice_TE`` is a floating (T, E) tensor and 1 <= K <= E.
     """
     check_choice(choice_TE, K)
-    T, E = choice_TE.shape
-    mask_TE = top_k_mask(choice_TE.detach(), K)
+    if choice_TE.is_cuda:
+        from moe_kernels.triton import choice  # noqa: PLC0415 - triton comes with CUDA builds of torch alone
+
+        return top_k_routing(choice.choose(choice_TE.detach(), None, K, transposed=False).top_k_mask_TE, K)
+    return top_k_routing(top_k_mask(choice_TE.detach(), K), K)
+
+
+def top_k_routing(mask_TE: Tensor, K: int) -> Routing:
+    """Return the routing that computes exactly the top-K choice, the boolean ``mask_TE``."""
+    T, E = mask_TE.shape
     R = row_capacity(RoutingKind.top_k, T=T, E=E, K=K, tile_m=1)
     return Routing(plan=plan_from_mask(mask_TE, R=R), top_k_mask_TE=mask_TE, keep_TE=mask_TE)
 
