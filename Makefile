@@ -3,6 +3,8 @@
 # make test-hf4   exports read by transformers 4.57, in an environment of its own
 # Each creates its environment first. Another interpreter: make demo PYTHON=python3.12
 PYTHON ?= python3
+# With PYTHON=... on the command line, an environment made with another one is not taken silently.
+SAME_PYTHON := $(if $(filter command line,$(origin PYTHON)),same-python)
 VENV   := .venv
 BIN    := $(VENV)/bin
 # OpenMP threads wait asleep: see train.py.
@@ -11,12 +13,12 @@ HF4    := .venv-hf4
 # Exports for test-hf4, made anew by every run of it.
 EXPORTS := runs/test-hf4-exports
 
-.PHONY: demo test test-hf4 format clean
+.PHONY: demo test test-hf4 format clean same-python
 
-demo: $(VENV)/installed
+demo: $(VENV)/installed $(SAME_PYTHON)
 	$(BIN)/python -m launch.demo
 
-test: $(VENV)/installed
+test: $(VENV)/installed $(SAME_PYTHON)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -31,12 +33,17 @@ format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+same-python: $(VENV)/installed
+	@[ "$$($(PYTHON) -c 'import sys; print(sys.version)')" = "$$($(BIN)/python -c 'import sys; print(sys.version)')" ] || \
+	  { echo "$(VENV) was made with another Python than $(PYTHON); run make clean first"; exit 1; }
+
 # The marker is written last, so an installation that was cut off is done again.
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "gristmill needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "$(PYTHON) cannot create a virtual environment (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
+	@echo "installing into $(VENV); this takes a few minutes"
 	$(BIN)/python -m pip install --quiet --editable '.[train,data,wandb,lowbit,cute,dev]'
 	@touch $@
 

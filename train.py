@@ -16,10 +16,12 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from moe_kernels import KernelUnavailable
 from training.config import RunConfig, register_schemas
+from training.sinks import StartError
 from training.trainer import Trainer
 from training.world import open_world
 
@@ -42,16 +44,28 @@ def run(values: DictConfig) -> int:
     try:
         config = OmegaConf.to_object(values)
         assert isinstance(config, RunConfig)
+    except (ValueError, OmegaConfBaseException) as problem:
+        return _refuse(problem)
+    except AttributeError as problem:  # what OmegaConf raises for a key that +key=value added
+        return _refuse(f"{problem}; a key cannot be added with +, it needs a field in a dataclass (CONTRIBUTING.md)")
+    try:
         world = open_world(config.run.device)
         level = logging.INFO if world.is_first else logging.ERROR
         logging.basicConfig(level=level, format="%(levelname).1s %(name)s: %(message)s", stream=sys.stdout)
         trainer = Trainer(config, world)
-    except (ValueError, KernelUnavailable) as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 1
-    exit_code = trainer.fit()
+    except (ValueError, OSError, KernelUnavailable) as problem:
+        return _refuse(problem)
+    try:
+        exit_code = trainer.fit()
+    except StartError as problem:
+        return _refuse(problem)
     world.close()
     return exit_code
+
+
+def _refuse(problem: object) -> int:
+    print(f"error: {problem}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

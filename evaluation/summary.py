@@ -19,7 +19,9 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         try:
             metrics = json.loads(line)
         except json.JSONDecodeError as problem:
-            raise ValueError(f"{path}, line {number} is not JSON: {problem}") from problem
+            raise ValueError(
+                f"{path}, line {number} is not JSON ({problem}); a line cut off at the end goes when the run goes on"
+            ) from problem
         if "progress/resumed" in metrics:
             kept = [earlier for earlier in kept if earlier["progress/step"] <= metrics["progress/step"]]
         else:
@@ -29,9 +31,9 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return kept
 
 
-def last_value(lines: list[dict[str, float]], key: str) -> float | None:
-    """Return the latest value of ``key``, or None if it was never logged."""
-    return next((line[key] for line in reversed(lines) if key in line), None)
+def last_line(lines: list[dict[str, float]], key: str) -> dict[str, float] | None:
+    """Return the latest line that has ``key``, or None if it was never logged."""
+    return next((line for line in reversed(lines) if key in line), None)
 
 
 def summary(run: Path) -> list[tuple[str, str]]:
@@ -47,9 +49,10 @@ def summary(run: Path) -> list[tuple[str, str]]:
         ("held-out loss, training routing", "eval/held_out/ce_train_routing", "{:.3f} nats/token"),
         ("routing gap", "eval/held_out/routing_gap", "{:+.4f} nats/token (training routing minus top-K)"),
     ):
-        value = last_value(lines, key)
-        if value is not None:
-            rows.append((label, form.format(value)))
+        line = last_line(lines, key)
+        if line is not None:
+            step, last_step = line["progress/step"], lines[-1]["progress/step"]
+            rows.append((label, form.format(line[key]) + ("" if step == last_step else f" (at step {step:.0f})")))
     rows.append(("unigram cross-entropy, held-out", f"{unigram_ce(run):.3f} nats/token"))
     throughput = [line["throughput/tokens_per_day"] for line in lines if "throughput/tokens_per_day" in line]
     if throughput:
@@ -123,10 +126,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _require_margin(run: Path, required: float) -> None:
-    ce = last_value(read_metrics(run / "metrics.jsonl"), "eval/held_out/ce_top_k")
-    if ce is None:
+    line = last_line(read_metrics(run / "metrics.jsonl"), "eval/held_out/ce_top_k")
+    if line is None:
         sys.exit("error: the run was never evaluated, so its held-out loss is not known")
-    margin = unigram_ce(run) - ce
+    margin = unigram_ce(run) - line["eval/held_out/ce_top_k"]
     print(f"\nheld-out loss is {margin:.3f} nats/token below unigram cross-entropy; {required:.3f} required")
     if not margin >= required:
         sys.exit("error: the held-out loss misses the required margin")

@@ -40,7 +40,13 @@ def main() -> None:
 def _run(title: str, arguments: list[str]) -> None:
     print(f"\n== {title}\n$ python {shlex.join(arguments)}", flush=True)
     start = time.perf_counter()
-    returncode = subprocess.run([sys.executable, *arguments], check=False).returncode
+    with subprocess.Popen([sys.executable, *arguments]) as process:
+        try:
+            returncode = process.wait()
+        except KeyboardInterrupt:
+            # The command got Ctrl-C too, and training saves before it leaves.
+            process.wait()
+            sys.exit(f"\nthe demo was stopped; that command goes on with: python {shlex.join(arguments)}")
     if returncode != 0:
         sys.exit(f"the demo stopped: that command left with exit code {returncode}")
     print(f"   ({time.perf_counter() - start:.0f} s)", flush=True)

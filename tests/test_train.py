@@ -40,6 +40,22 @@ def test_what_cannot_work_stops_with_one_line_that_names_the_knobs(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_key_added_with_plus_stops_with_one_line() -> None:
+    result = train("+optim.lrr=1e-3")
+    assert result.returncode != 0
+    assert "lrr" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_run_root_that_is_a_file_stops_with_one_line(prepared_root: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    small = ("debug=cpu_smoke", "model.vocab_size=512", "data.sequence_length=64", "model.moe.routing.tile_m=32")
+    result = train(*small, f"data.root={prepared_root}", f"run.root={tmp_path / 'file'}")
+    assert result.returncode != 0
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+
+
 def test_cfg_job_prints_the_configuration_and_writes_nothing(tmp_path: Path) -> None:
     result = train("--cfg", "job", "experiment=train_top_k", cwd=tmp_path)
     assert result.returncode == 0

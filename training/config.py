@@ -7,6 +7,7 @@ Checks that need the prepared data are in training/run_folder.py.
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
+from math import inf
 
 from hydra.core.config_store import ConfigStore
 
@@ -132,9 +133,9 @@ class TrainConfig:
         if not 0 <= self.seed < 2**16:
             raise ValueError(f"train.seed={self.seed} must lie between 0 and 65535")
         for name in ("load_balance_weight", "router_z_weight", "expert_bias_rate"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"train.{name}={getattr(self, name)} must not be negative")
-        if self.max_grad_norm <= 0:
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be a number from 0 on")
+        if not self.max_grad_norm > 0:
             raise ValueError(
                 f"train.max_grad_norm={self.max_grad_norm} must be positive (use a large value not to clip)"
             )
@@ -174,12 +175,12 @@ class OptimConfig:
     final_lr_fraction: float = 0.1  # of lr, reached at train.num_steps
 
     def __post_init__(self) -> None:
-        if self.lr <= 0 or self.eps <= 0:
+        if not (0 < self.lr < inf and 0 < self.eps < inf):
             raise ValueError(f"optim.lr={self.lr} and optim.eps={self.eps} must be positive")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={self.betas} must be two numbers from 0 up to but not including 1")
-        if self.weight_decay < 0:
-            raise ValueError(f"optim.weight_decay={self.weight_decay} must not be negative")
+        if not 0 <= self.weight_decay < inf:
+            raise ValueError(f"optim.weight_decay={self.weight_decay} must be a number from 0 on")
         for name in ("warmup_fraction", "decay_fraction", "final_lr_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"optim.{name}={getattr(self, name)} must lie between 0 and 1")
@@ -202,7 +203,7 @@ class EvaluationConfig:
     """Held-out loss during training."""
 
     every_steps: int = 200  # and always after the last step; 0: only then
-    max_sequences: int | None = None  # rows of the held-out split to read; null reads all
+    max_sequences: int | None = None  # rows of the held-out split to read, in whole micro-batches; null: all
 
     def __post_init__(self) -> None:
         if self.every_steps < 0:

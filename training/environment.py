@@ -9,14 +9,15 @@ import torch
 log = logging.getLogger(__name__)
 
 
-def fix_numerics(num_threads: int) -> None:
-    """Fix what decides bits on the CPU: the number of threads that share a sum."""
+def fix_numerics(num_threads: int, *, seed: int) -> None:
+    """Fix what could make two runs differ: torch's generator, and on the CPU the threads that share a sum."""
+    torch.manual_seed(seed)
     torch.set_num_threads(num_threads)
     log.info("torch %s, %d CPU threads", torch.__version__, num_threads)
 
 
 class StopRequest:
-    """Remembers SIGTERM or SIGINT, so that the loop can save before it leaves.
+    """Remembers SIGTERM, SIGINT or SIGHUP, so that the loop can save before it leaves.
 
     Use as a context manager around the loop. A second SIGINT interrupts at once, as it would without this.
     """
@@ -26,7 +27,7 @@ class StopRequest:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             self._previous[number] = signal.signal(number, self._remember)
         return self
 

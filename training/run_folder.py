@@ -6,13 +6,17 @@
         tokenizer/       a copy, so that an export needs nothing else
         metrics.jsonl    one object a line (metrics.py)
         checkpoints/     checkpoint/store.py
+        lock             held while a process trains
 
 Checkpoints themselves are in checkpoint/.
 """
 
+import fcntl
 import json
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data.loader import PreparedData
 from training.config import RunConfig
+from training.sinks import StartError
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +64,25 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
         return self.path / "checkpoints"
+
+
+@contextmanager
+def sole_trainer(folder: RunFolder, *, is_first: bool) -> Iterator[None]:
+    """Hold the run for this process and those that torchrun started with it.
+
+    Raises: StartError if another process holds it.
+    """
+    if not is_first:
+        yield
+        return
+    with (folder.path / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as problem:
+            raise StartError(
+                f"another process is training {folder.path}: wait for it, stop it, or give this run another run.name"
+            ) from problem
+        yield
 
 
 def config_values(config: RunConfig) -> dict[str, Any]:

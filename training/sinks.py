@@ -1,6 +1,7 @@
 """Where metrics go: the console, metrics.jsonl and Weights & Biases. Their names and meaning are in metrics.py."""
 
 import json
+import logging
 import os
 import secrets
 from pathlib import Path
@@ -8,6 +9,12 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from training.config import LoggingConfig, WandbMode
+
+log = logging.getLogger(__name__)
+
+
+class StartError(ValueError):
+    """A run that is built cannot start; the message names the knob."""
 
 
 class Sink(Protocol):
@@ -29,6 +36,8 @@ class JsonlSink:
 
     def __init__(self, path: Path, *, start: dict[str, float]) -> None:
         goes_on = path.exists()
+        if goes_on:
+            _cut_unfinished_line(path)
         self._file = path.open("a", encoding="utf-8")
         if goes_on:
             self.write(start | {"progress/resumed": 1.0})
@@ -89,15 +98,23 @@ class WandbSink:
         wandb = import_wandb()
         os.environ.setdefault("WANDB_SILENT", "true")
         self.mode = "online" if config.wandb is WandbMode.online or has_wandb_key(config) else "offline"
-        self._run = wandb.init(
-            project=config.wandb_project,
-            name=run_name,
-            id=run_id,
-            dir=str(folder),
-            mode=self.mode,
-            resume="allow" if self.mode == "online" else None,
-            config=values,
-        )
+        options = {
+            "project": config.wandb_project,
+            "name": run_name,
+            "id": run_id,
+            "dir": str(folder),
+            "config": values,
+        }
+        try:
+            self._run = wandb.init(**options, mode=self.mode, resume="allow" if self.mode == "online" else None)
+        except wandb.errors.Error as problem:
+            if config.wandb is not WandbMode.auto or self.mode == "offline":
+                raise StartError(
+                    f"logging.wandb={config.wandb.value}: {problem}. Use logging=offline, or logging=jsonl"
+                ) from problem
+            log.warning("wandb is not reachable, so the run is written offline: %s", problem)
+            self.mode = "offline"
+            self._run = wandb.init(**options, mode="offline")
         self._run.define_metric("progress/tokens")
         self._run.define_metric("*", step_metric="progress/tokens")
         self._folder = folder
@@ -118,6 +135,16 @@ class WandbSink:
         self._run.finish()
 
 
+def _cut_unfinished_line(path: Path) -> None:
+    """Remove what a crash left of a line that was never finished; the next one would be glued to it."""
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        log.warning("%s: removing %d bytes of a line that was cut off", path, len(data) - len(whole))
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+
+
 def import_wandb() -> Any:
     """Return the wandb module.
 
@@ -136,7 +163,12 @@ def has_wandb_key(config: LoggingConfig) -> bool:
     """Say whether ``logging.wandb=auto`` finds an API key: in the environment or where ``wandb login`` left it."""
     if config.wandb is not WandbMode.auto or os.environ.get("WANDB_MODE") in ("offline", "disabled"):
         return False
-    return bool(import_wandb().login(prompt=False, verify=False))
+    wandb = import_wandb()
+    try:
+        return bool(wandb.login(prompt=False, verify=False))
+    except wandb.errors.Error as problem:
+        log.warning("the wandb key that is configured cannot be used, so the run is written offline: %s", problem)
+        return False
 
 
 def new_wandb_id(config: LoggingConfig) -> str | None:

@@ -24,7 +24,7 @@ from training.evaluate import held_out_losses, num_evaluation_batches
 from training.metrics import Stopwatch
 from training.optim import build_optimizer, learning_rate, set_learning_rate
 from training.parallel import DTYPES, build_parallel
-from training.run_folder import RunFolder, check_vocabulary, config_values, open_run
+from training.run_folder import RunFolder, check_vocabulary, config_values, open_run, sole_trainer
 from training.sinks import ConsoleSink, JsonlSink, Sink, Sinks, WandbSink, import_wandb, new_wandb_id
 from training.step import MicroBatch, StepInput, StepResult, train_step
 from training.world import World
@@ -48,7 +48,7 @@ class Trainer:
         self._stopwatch = Stopwatch()
         for warning in config.warnings():
             log.warning(warning)
-        fix_numerics(config.train.num_threads)
+        fix_numerics(config.train.num_threads, seed=config.train.seed)
         _check_division(config, world)
         self.data = open_prepared(config.data)
         check_vocabulary(config, self.data)
@@ -115,13 +115,32 @@ class Trainer:
         """Train to the last step, ``run.stop_at_step`` or a signal, and return the exit code of the process."""
         num_steps = self.config.train.num_steps
         last_step = min(num_steps, self.config.run.stop_at_step or num_steps)
-        if self.state.step >= last_step:
-            log.info("nothing to do: the run is at step %d of %d", self.state.step, last_step)
+        owes_evaluation = self.state.step == num_steps and not self.world.first(self._has_final_evaluation)
+        if self.state.step >= last_step and not owes_evaluation:
+            log.info(
+                "nothing to do: the run is at step %d (train.num_steps=%d, run.stop_at_step=%s)",
+                self.state.step,
+                num_steps,
+                self.config.run.stop_at_step,
+            )
             return EXIT_DONE
+        with sole_trainer(self.folder, is_first=self.world.is_first):
+            return self._train(last_step, owes_evaluation=owes_evaluation)
+
+    def _has_final_evaluation(self) -> bool:
+        """Say whether the last step's held-out losses were logged: a signal may have come before them."""
+        if not self.folder.metrics.exists():
+            return False
+        lines = self.folder.metrics.read_text(encoding="utf-8").splitlines()
+        last_step = f'"progress/step": {self.config.train.num_steps},'
+        return any(last_step in line and '"eval/held_out/routing_gap"' in line for line in lines)
+
+    def _train(self, last_step: int, *, owes_evaluation: bool) -> int:
+        num_steps = self.config.train.num_steps
         own_sinks = self._sinks() if self.world.is_first else []
         with StopRequest() as stop, Sinks(own_sinks) as sinks, closing(self._micro_batches):
             self._stopwatch.lap("start")
-            is_stopping = False
+            is_stopping = self._evaluate(sinks, stop) if owes_evaluation else False
             while self.state.step < last_step and not is_stopping:
                 result = self._step()
                 is_stopping = self.world.any(bool(stop))

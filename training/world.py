@@ -85,6 +85,8 @@ class World:
 
     def close(self) -> None:
         """Leave the group in order. After an error don't: the others may be waiting in it, and torchrun ends them."""
+        # A process that leaves while another still uses gloo aborts it.
+        dist.barrier()
         dist.destroy_process_group()
 
 

@@ -66,6 +66,7 @@ def rank_main(rank: int, folder: str) -> None:
         assert torch.equal(parameter.full_tensor(), saved[name]), "weights alone start a sharded run"
     if rank == 0:
         torch.save(full, Path(folder) / "continued_on_two.pt")
+    dist.barrier()  # a rank that leaves while another still uses gloo aborts it
     dist.destroy_process_group()
 
 

@@ -101,6 +101,8 @@ def test_misspelt_key_or_choice_stops_and_names_it(override: str, named: str) ->
         (["model.moe.routing.evaluation=token_rounding"], ["model.moe.routing.evaluation"]),
         (["model.moe.experts_per_token=1", "model.moe.normalize_top_k=true"], ["normalize_top_k"]),
         (["optim.lr=-1"], ["optim.lr"]),
+        (["optim.lr=nan"], ["optim.lr"]),
+        (["train.router_z_weight=inf"], ["train.router_z_weight"]),
         (["optim.betas=[0.9]"], ["optim.betas"]),
         (["optim.warmup_fraction=2"], ["optim.warmup_fraction"]),
         (["optim=adamw_wsd", "optim.warmup_fraction=0.9"], ["optim.warmup_fraction", "optim.decay_fraction"]),

@@ -63,6 +63,7 @@ def train_shard(rank, store, results):
         gradients = {name: parameter.grad.full_tensor() for name, parameter in layers.named_parameters()}
         if rank == 0:
             torch.save(gradients, f"{results}/shard_{dim}.pt")
+    dist.barrier()  # a rank that leaves while another still uses gloo aborts it
     dist.destroy_process_group()
 
 

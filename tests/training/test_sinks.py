@@ -43,14 +43,24 @@ class FakeRun:
 class FakeWandb:
     """Stands where the package would."""
 
-    def __init__(self, *, has_key: bool) -> None:
+    class errors:  # noqa: N801 - the package's module of that name
+        class Error(Exception):
+            pass
+
+    def __init__(self, *, has_key: bool, key_is_malformed: bool = False, is_reachable: bool = True) -> None:
         self.runs: list[FakeRun] = []
         self._has_key = has_key
+        self._key_is_malformed = key_is_malformed
+        self._is_reachable = is_reachable
 
     def login(self, **_: bool) -> bool:
+        if self._key_is_malformed:
+            raise self.errors.Error("API key must have 40+ characters")
         return self._has_key
 
     def init(self, **options: Any) -> FakeRun:
+        if options["mode"] == "online" and not self._is_reachable:
+            raise self.errors.Error("failed to get resume status")
         self.runs.append(FakeRun(**options))
         return self.runs[-1]
 
@@ -130,3 +140,35 @@ def test_a_missing_wandb_package_is_refused_with_both_ways_out(
 def test_training_without_wandb_does_not_import_it(small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     Trainer(small_run("run.stop_at_step=1")).fit()
+
+
+@pytest.mark.parametrize("trouble", [{"key_is_malformed": True}, {"is_reachable": False}])
+def test_wandb_in_auto_falls_back_to_offline_with_a_warning(
+    trouble: dict[str, bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    fake = FakeWandb(has_key=True, **trouble)
+    monkeypatch.setattr(sinks, "import_wandb", lambda: fake)
+    auto = LoggingConfig(wandb=WandbMode.auto)
+    sink = sinks.WandbSink(auto, run_name="r", folder=tmp_path, run_id="abc", values={})
+    assert sink.mode == fake.runs[-1].options["mode"] == "offline"
+    assert "written offline" in caplog.text
+
+
+def test_wandb_online_that_fails_is_refused_with_both_ways_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = FakeWandb(has_key=True, is_reachable=False)
+    monkeypatch.setattr(sinks, "import_wandb", lambda: fake)
+    online = LoggingConfig(wandb=WandbMode.online)
+    with pytest.raises(sinks.StartError, match=r"logging\.wandb=online.*logging=offline.*logging=jsonl"):
+        sinks.WandbSink(online, run_name="r", folder=tmp_path, run_id="abc", values={})
+
+
+def test_a_line_that_a_crash_cut_off_is_removed_before_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"progress/step": 1}\n{"progress/step": 2, "loss')
+    sink = sinks.JsonlSink(path, start={"progress/step": 1})
+    sink.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"progress/step": 1},
+        {"progress/step": 1, "progress/resumed": 1.0},
+    ]

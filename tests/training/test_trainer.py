@@ -9,6 +9,8 @@ import torch
 
 from checkpoint.store import latest_checkpoint
 from training.config import RunConfig
+from training.run_folder import sole_trainer
+from training.sinks import StartError
 from training.trainer import EXIT_DONE, EXIT_STOPPED_BY_SIGNAL
 from training.trainer import Trainer as TrainerOfWorld
 from training.world import World
@@ -324,3 +326,36 @@ def test_a_run_older_than_a_key_goes_on_with_the_keys_default(small_run: SmallRu
     trainer.folder.config.write_text(text + "forgotten: 1\n")
     with pytest.raises(ValueError, match=r"not a configuration of this version: .*forgotten"):
         Trainer(small_run())
+
+
+def test_a_final_evaluation_that_a_signal_cut_off_is_made_up_for(
+    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+    import signal
+
+    trainer = Trainer(small_run())
+    held_out = trainer.data.held_out
+    read = held_out.batch
+
+    def terminate_then_read(first_sample: int, num_sequences: int) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return read(first_sample, num_sequences)
+
+    monkeypatch.setattr(held_out, "batch", terminate_then_read)
+    assert trainer.fit() == EXIT_STOPPED_BY_SIGNAL
+    assert trainer.state.step == 6
+    assert not any("eval/held_out/ce_top_k" in line for line in logged(trainer.config))
+    assert Trainer(small_run()).fit() == EXIT_DONE
+    (evaluation,) = [line for line in logged(trainer.config) if "eval/held_out/ce_top_k" in line]
+    assert evaluation["progress/step"] == 6
+    before = logged(trainer.config)
+    assert Trainer(small_run()).fit() == EXIT_DONE
+    assert logged(trainer.config) == before
+
+
+def test_a_run_that_another_process_trains_is_refused(small_run: SmallRun) -> None:
+    first, second = Trainer(small_run()), Trainer(small_run())
+    with sole_trainer(first.folder, is_first=True), pytest.raises(StartError, match=r"another process.*run\.name"):
+        second.fit()
+    assert second.fit() == EXIT_DONE
