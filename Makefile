@@ -18,18 +18,18 @@ EXPORTS := runs/test-hf4-exports
 demo: $(VENV)/installed $(SAME_PYTHON)
 	$(BIN)/python -m launch.demo
 
-test: $(VENV)/installed $(SAME_PYTHON)
+test: $(VENV)/installed-for-tests $(SAME_PYTHON)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-test-hf4: $(VENV)/installed $(HF4)/installed
+test-hf4: $(VENV)/installed-for-tests $(HF4)/installed
 	rm -rf $(EXPORTS)
 	$(BIN)/python tests/checkpoint/make_exports.py $(EXPORTS)
 	GRISTMILL_EXPORTS=$(EXPORTS) $(HF4)/bin/python -m pytest --confcutdir=tests/checkpoint/hf4 tests/checkpoint/hf4
 
-format: $(VENV)/installed
+format: $(VENV)/installed-for-tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -44,6 +44,10 @@ $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "$(PYTHON) cannot create a virtual environment (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
 	@echo "installing into $(VENV); this takes a few minutes"
+	$(BIN)/python -m pip install --quiet --editable '.[train,data,wandb]'
+	@touch $@
+
+$(VENV)/installed-for-tests: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[train,data,wandb,lowbit,cute,dev]'
 	@touch $@
 
