@@ -57,7 +57,7 @@ def run(values: DictConfig) -> int:
         return _refuse(problem)
     try:
         exit_code = trainer.fit()
-    except StartError as problem:
+    except (StartError, OSError) as problem:  # a disk without room, above all
         return _refuse(problem)
     world.close()
     return exit_code

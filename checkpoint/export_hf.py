@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from checkpoint.folders import files_below, publish, sha256_of, write_json
 from checkpoint.hf_config import generation_config, to_hf_config
@@ -168,8 +169,9 @@ def _receipt(
         "dtype": options.dtype_name,
         "vocabulary": {"trained_rows": run.config.vocab_size, "exported_rows": run.tokenizer.vocab_size},
         "served": ["transformers", *(reader.value for reader in options.serve)],
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors", "tokenizers")},
+        # A package's metadata leaves out what torch was built for, as in 2.13.0+cu130.
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)}
+        | {name: importlib.metadata.version(name) for name in ("transformers", "safetensors", "tokenizers")},
         "rules": [verdict.to_json() for verdict in verdicts],
         "reload": report if report is not None else "not compared: --no-compare was given",
         "files": {name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for name, path in written.items()},
@@ -229,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         receipt = export(parsed.run, parsed.out, step=parsed.step, options=options)
-    except ValueError as error:
+    except (ValueError, OSError, SafetensorError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"exported step {receipt['step']} of {receipt['run']} to {parsed.out} ({receipt['dtype']})")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from omegaconf import OmegaConf
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoint.folders import publish
@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         checkpoint = write_import(parsed.source, parsed.out)
-    except ValueError as error:
+    except (ValueError, OSError, SafetensorError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"imported {parsed.source}: weights in {checkpoint}, model in {parsed.out / CONFIG}")

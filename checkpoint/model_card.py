@@ -15,7 +15,6 @@ def model_card(
     ``config`` is the exported model's; ``unserved`` are broken rules of servers; ``compared`` says whether logits were
     compared with transformers.
     """
-    losses = "".join(f"| {_LOSSES[key]} | {value:.4f} |\n" for key, value in _known_losses(run).items())
     check = (
         "Reloaded with `transformers` in a process of its own, and compared with the training code's logits: "
         "`gristmill_receipt.json` has the errors, versions and checksums."
@@ -48,7 +47,7 @@ model = AutoModelForCausalLM.from_pretrained("path/of/this/folder")
 | optimiser steps | {run.state.step:,} |
 | tokens | {run.state.tokens:,} |
 | routing in training | {_routing(config)} |
-{losses}
+{_loss_rows(run)}
 The exported model routes every token to its top {config.moe.experts_per_token} experts, as in evaluation; the training
 routing is not part of it. This is a base model: it continues text and was not taught to follow instructions.
 {_documents_note(run)}
@@ -77,8 +76,16 @@ def _documents_note(run: SavedRun) -> str:
     )
 
 
-def _known_losses(run: SavedRun) -> dict[str, float]:
-    return {key: value for key, value in run.held_out_losses().items() if key in _LOSSES}
+def _loss_rows(run: SavedRun) -> str:
+    # A run is not evaluated at every step that it saves, so the step is told.
+    losses = run.held_out_losses()
+    if losses is None:
+        return ""
+    return "".join(
+        f"| {name}, step {losses.step:,} | {losses.values[key]:.4f} |\n"
+        for key, name in _LOSSES.items()
+        if key in losses.values
+    )
 
 
 def _shape_rows(config: ModelConfig) -> str:

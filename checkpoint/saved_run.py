@@ -10,18 +10,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from tokenizers import Tokenizer
 from torch.distributed.checkpoint.api import CheckpointException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
-from checkpoint.folders import why_incomplete
+from checkpoint.folders import sha256_of, why_incomplete
 from checkpoint.state import TrainState
 from checkpoint.store import checkpoint_of_step, latest_checkpoint, read_train_state, require_complete
 from model.config import ModelConfig
 
 CONFIG = "config.yaml"
+DATA = "data.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer"
@@ -68,6 +71,13 @@ class SavedTokenizer:
         return Tokenizer.from_file(str(self.folder / _TOKENIZER_FILE))
 
 
+class HeldOutLosses(NamedTuple):
+    """What one evaluation of a run logged."""
+
+    step: int
+    values: dict[str, float]  # the metrics ``eval/held_out/...``
+
+
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
     """One checkpoint of a run."""
@@ -79,32 +89,34 @@ class SavedRun:
     state: TrainState
     tokenizer: SavedTokenizer
 
-    def held_out_losses(self) -> dict[str, float]:
-        """Return the run's last ``eval/held_out/...`` metrics up to this checkpoint; empty where none were logged."""
+    def held_out_losses(self) -> HeldOutLosses | None:
+        """Return the run's last evaluation up to this checkpoint's step, or None where none was logged.
+
+        Steps that were lost when a process ended, and done again, are left out.
+        Raises: ValueError that names the line of metrics.jsonl which cannot be read.
+        """
         metrics = self.path / METRICS
-        found: dict[str, float] = {}
         if not metrics.is_file():
-            return found
-        for line in metrics.read_text(encoding="utf-8").splitlines():
-            values = json.loads(line)
-            if "eval/held_out/ce_top_k" in values and values["progress/step"] <= self.state.step:
-                found = {key: value for key, value in values.items() if key.startswith("eval/held_out/")}
-        return found
+            return None
+        evaluated = [line for line in _read_metrics(metrics) if "eval/held_out/ce_top_k" in line]
+        upto = [line for line in evaluated if line["progress/step"] <= self.state.step]
+        if not upto:
+            return None
+        values = {key: value for key, value in upto[-1].items() if key.startswith("eval/held_out/")}
+        return HeldOutLosses(step=int(upto[-1]["progress/step"]), values=values)
 
 
 def open_saved_run(path: Path | str, *, step: int | None = None) -> SavedRun:
     """Return the checkpoint of ``step``, or the newest complete one, of the run in folder ``path``.
 
-    Raises: ValueError when the run's files or a complete checkpoint are missing, or the tokenizer has more tokens than
-    the model has embeddings.
+    Raises: ValueError when the run's files or a complete checkpoint are missing or damaged, the tokenizer has more
+    tokens than the model has embeddings, or it is not the one that the run's data was made with.
     """
     path = Path(path)
     if not (path / CONFIG).is_file():
         raise ValueError(f"{path} is not a run: it has no {CONFIG}")
-    values = OmegaConf.to_container(OmegaConf.load(path / CONFIG))
-    if not isinstance(values, dict) or "model" not in values:
-        raise ValueError(f"{path / CONFIG} has no section `model`")
-    config = model_config(values["model"])
+    values, config = _read_config(path / CONFIG)
+    _check_tokenizer(path / DATA, path / TOKENIZER / _TOKENIZER_FILE)
     tokenizer = open_tokenizer(path / TOKENIZER)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
@@ -115,7 +127,7 @@ def open_saved_run(path: Path | str, *, step: int | None = None) -> SavedRun:
     return SavedRun(
         path=path,
         checkpoint=checkpoint,
-        values={str(key): value for key, value in values.items()},
+        values=values,
         config=config,
         state=read_train_state(checkpoint),
         tokenizer=tokenizer,
@@ -160,6 +172,50 @@ def open_tokenizer(folder: Path) -> SavedTokenizer:
     if eos_token not in vocabulary:
         raise ValueError(f"{folder / _TOKENIZER_CONFIG}: eos_token={eos_token!r} is not in the tokenizer's vocabulary")
     return SavedTokenizer(folder=folder, vocab_size=max(vocabulary.values()) + 1, eos_id=vocabulary[eos_token])
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any], ModelConfig]:
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path))
+        if not isinstance(values, dict) or "model" not in values:
+            raise ValueError("it has no section `model`")
+        config = model_config(values["model"])
+    except (OSError, ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path} is damaged or of another version: {error}") from error
+    return {str(key): value for key, value in values.items()}, config
+
+
+def _check_tokenizer(data: Path, tokenizer: Path) -> None:
+    # An import has no data.json. Every source of a mixture was made with the same tokenizer.
+    if not (data.is_file() and tokenizer.is_file()):
+        return
+    try:
+        wanted = json.loads(data.read_bytes())[0]["tokenizer_sha256"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{data} is damaged, it must hold a list of manifests: {error!r}") from error
+    found = sha256_of(tokenizer)
+    if found != wanted:
+        raise ValueError(
+            f"{tokenizer} is not the tokenizer that the model was trained with: its sha256 is {found[:16]}…, but "
+            f"{data} has {wanted!s:.16}…. Copy back the tokenizer folder of the prepared data"
+        )
+
+
+def _read_metrics(path: Path) -> list[dict[str, float]]:
+    kept: list[dict[str, float]] = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        try:
+            values = json.loads(line)
+            step = values["progress/step"]
+        except (ValueError, LookupError, TypeError) as error:
+            if not line.endswith(b"\n"):  # the last one: a process was killed, or is at work, while it wrote
+                break
+            raise ValueError(f"{path}, line {number} is not a JSON object with progress/step: {error!r}") from error
+        if "progress/resumed" in values:
+            kept = [earlier for earlier in kept if earlier["progress/step"] <= step]
+        else:
+            kept.append(values)
+    return kept
 
 
 def _find_checkpoint(folder: Path, step: int | None) -> Path:

@@ -9,13 +9,15 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -52,7 +54,7 @@ def save_checkpoint(
     moment leaves the previous checkpoint usable. ``config`` holds plain JSON values; ``keep`` counts complete
     checkpoints, the new one included.
     Raises: ValueError for ``keep`` below 1 or an optimiser that has not stepped; TypeError for a config that is not
-    JSON.
+    JSON; OSError that names the path and the space left when it cannot be written.
     """
     if keep < 1:
         raise ValueError(f"checkpoint.keep={keep} must be at least 1: the checkpoint just written stays")
@@ -78,7 +80,11 @@ def latest_checkpoint(folder: Path | str) -> Path | None:
     """
     newest_first = sorted(_step_folders(Path(folder)), key=_step_of, reverse=True)
     for partial in sorted(Path(folder).glob(f"step_*{PARTIAL}")):
-        log.warning("checkpoint %s is not used: it was cut off while being written", partial)
+        log.warning(
+            "checkpoint %s is not used: it was cut off while being written. The next save of its step removes it; "
+            "remove it by hand to have its space back, if no process is at work on this run",
+            partial,
+        )
     for candidate in newest_first:
         reason = why_incomplete(candidate)
         if reason is None:
@@ -145,23 +151,40 @@ def _write(folder: Path, tree: dict[str, Any], *, state: TrainState, config: dic
     final = checkpoint_of_step(folder, state.step)
     partial = final.with_name(final.name + PARTIAL)
     json.dumps(config)  # a config that is not JSON must fail before anything is written
-    if _rank() == 0:
-        for leftover in folder.glob(f"step_*{PARTIAL}"):
-            shutil.rmtree(leftover)
-        partial.mkdir(parents=True)
-    _barrier()
-    save_tree(partial / TENSORS, tree)
-    _barrier()
-    if _rank() == 0:
-        check_saved(partial, tree, saved_entries(partial / TENSORS))
-        write_json(partial / TRAIN_STATE, state.to_json())
-        write_json(partial / CONFIG, config)
-        write_marker(partial)
-        _replace(partial, final)
-        if keep is not None:
-            _prune(folder, keep, newest=final)
+    with _naming_the_disk(partial):
+        if _rank() == 0:
+            # Other steps' folders stay: another process may be writing one.
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
+        _barrier()
+        save_tree(partial / TENSORS, tree)
+        _barrier()
+        if _rank() == 0:
+            check_saved(partial, tree, saved_entries(partial / TENSORS))
+            write_json(partial / TRAIN_STATE, state.to_json())
+            write_json(partial / CONFIG, config)
+            write_marker(partial)
+            _replace(partial, final)
+    if _rank() == 0 and keep is not None:
+        _prune(folder, keep, newest=final)
     _barrier()
     return final
+
+
+@contextmanager
+def _naming_the_disk(partial: Path) -> Iterator[None]:
+    # A full disk is a RuntimeError or a CheckpointException where torch writes, and neither names path or disk.
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as error:
+        there = next(folder for folder in (partial, *partial.absolute().parents) if folder.exists())
+        reasons = error.failures.values() if isinstance(error, CheckpointException) else ()
+        reason = next((str(failure[0]) for failure in reasons), None) or str(error)
+        raise OSError(
+            f"checkpoint {partial} could not be written, with {shutil.disk_usage(there).free / 2**30:.2f} GiB free "
+            f"there: {reason}. Checkpoints that were saved before are whole"
+        ) from error
 
 
 def _replace(partial: Path, final: Path) -> None:

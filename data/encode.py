@@ -6,7 +6,7 @@ the next blocks are read. What the files look like is data/writer.py's.
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 from data.errors import DataError
 from data.progress import Progress
 from data.sources import Source, read_documents
-from data.split import HeldOutChoice
 from data.writer import EncodedDocument, FolderWriter
 
 # What is handed to the tokenizer at a time. Neither number shows in the files.
@@ -59,7 +58,7 @@ class Text:
                 index += 1
 
 
-def training_texts(text: Text, held_out: HeldOutChoice, *, max_bytes: int) -> Iterator[str]:
+def training_texts(text: Text, held_out: Container[int], *, max_bytes: int) -> Iterator[str]:
     """Yield the texts that aren't held out until there are ``max_bytes`` of them in UTF-8."""
     left_bytes = max_bytes
     for document in text.documents():
@@ -78,7 +77,7 @@ class Encoder:
     tokenizer: Tokenizer
     eos_id: int
     dtype: "np.dtype[Any]"
-    held_out: HeldOutChoice
+    held_out: Container[int]
 
     def encode(self, block: list[Document]) -> list[EncodedDocument]:
         """Return the tokens of every document that isn't empty, each with the end-of-text token behind."""

@@ -7,6 +7,7 @@ data/shards.py's.
 
 import hashlib
 import json
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ MANIFEST_NAME = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
 SPLITS = ("train", "held_out")
 DEFAULT_ROOT = "prepared/state_of_the_union"  # written by data.prepare without options, read by the run without options
+# What writes the folders of the other presets in configs/data/, without --out; PATH is the reader's to fill in.
+PRESET_COMMANDS = {
+    "prepared/fineweb_edu_dedup": "python -m data.prepare --dataset HuggingFaceTB/smollm-corpus "
+    "--dataset-config fineweb-edu-dedup --tokenizer PATH --held-out-fraction 0.0005",
+}
 # Sizes are always compared. Contents are hashed at every start as long as that takes about a second.
 CHECKSUM_LIMIT_BYTES = 2**30
 
@@ -136,14 +142,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def prepare_command(folder: Path, manifest: Manifest | None) -> str:
-    """Return the command that writes the folder: the one that did, where a manifest tells, else a general one."""
+    """Return the command that writes the folder: the one that did, where a manifest tells, else its preset's or any."""
     if manifest is not None:
         command = manifest.command
     elif folder == Path(DEFAULT_ROOT):
         command = "python -m data.prepare"
     else:
-        command = "python -m data.prepare --text FILE ..."
-    return command if folder == Path(DEFAULT_ROOT) else f"{command} --out {folder}"
+        command = PRESET_COMMANDS.get(folder.as_posix(), "python -m data.prepare --text FILE ...")
+    return command if folder == Path(DEFAULT_ROOT) else f"{command} --out {shlex.quote(str(folder))}"
 
 
 def _manifest_from_json(values: dict[str, Any]) -> Manifest:

@@ -7,7 +7,7 @@ data/prepare.py's, reading text is data/sources.py's, the files are data/writer.
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +30,8 @@ from data.manifest import (
 )
 from data.progress import Progress
 from data.shards import Split, token_dtype
-from data.sources import Source
-from data.split import HeldOutChoice
+from data.sources import Source, datasets_library
+from data.split import HeldOutChoice, choose_held_out
 from data.tokenizer import (
     TokenizerFingerprint,
     copy_tokenizer,
@@ -98,6 +98,8 @@ def prepare(
     found = _find_prepared(settings.out, identity, progress)
     if found is not None:
         return found, False
+    datasets_library()
+    held_out = _held_out(settings, progress)
     out = settings.out.absolute()  # a relative "." has no name
     partial = out.with_name(out.name + ".partial")
     with _sole_owner(partial), _left_only_to_go_on(partial):
@@ -107,7 +109,7 @@ def prepare(
             shutil.rmtree(folder, ignore_errors=True)
             (partial / JOURNAL_NAME).unlink(missing_ok=True)
             state = JournalState(identity=identity, documents_read=[0] * len(settings.sources))
-            _make_tokenizer(settings, folder / TOKENIZER_FOLDER, progress)
+            _make_tokenizer(settings, held_out, folder / TOKENIZER_FOLDER, progress)
         else:
             progress.say(f"going on after {sum(state.documents_read):,} documents found in {partial}")
         tokens = fingerprint(folder / TOKENIZER_FOLDER)
@@ -125,7 +127,7 @@ def prepare(
             tokenizer=load_tokenizer(folder / TOKENIZER_FOLDER),
             eos_id=tokens.eos_id,
             dtype=writer.dtype,
-            held_out=HeldOutChoice(settings.held_out_fraction, settings.seed),
+            held_out=held_out,
         )
         write_documents(settings.text(), encoder, writer, progress, journal_interval_s=journal_interval_s)
         manifest = _finish(settings, folder, writer, tokens)
@@ -192,13 +194,20 @@ def _left_only_to_go_on(partial: Path) -> Iterator[None]:
         raise
 
 
-def _make_tokenizer(settings: PrepareSettings, folder: Path, progress: Progress) -> None:
+def _held_out(settings: PrepareSettings, progress: Progress) -> Container[int]:
+    filled = (document.index for document in settings.text().documents() if document.text.strip())
+    held_out = choose_held_out(filled, settings.held_out_fraction, settings.seed)
+    if not isinstance(held_out, HeldOutChoice):
+        progress.say(f"too few documents for --held-out-fraction {settings.held_out_fraction}: one of them is held out")
+    return held_out
+
+
+def _make_tokenizer(settings: PrepareSettings, held_out: Container[int], folder: Path, progress: Progress) -> None:
     if settings.tokenizer is not None:
         copy_tokenizer(settings.tokenizer, folder, settings.eos_token)
         return
     assert settings.vocab_size is not None
     progress.say(f"training a byte-level BPE tokenizer of {settings.vocab_size:,} tokens on the training split")
-    held_out = HeldOutChoice(settings.held_out_fraction, settings.seed)
     texts = training_texts(settings.text(), held_out, max_bytes=settings.tokenizer_text_mb * 10**6)
     train_tokenizer(texts, settings.vocab_size, folder)
 
@@ -206,13 +215,6 @@ def _make_tokenizer(settings: PrepareSettings, folder: Path, progress: Progress)
 def _finish(settings: PrepareSettings, folder: Path, writer: FolderWriter, tokens: TokenizerFingerprint) -> Manifest:
     """Return the manifest, written into the folder as its last file."""
     train, held_out = writer.split_record("train"), writer.split_record("held_out")
-    for name, record in (("training", train), ("held-out", held_out)):
-        if record.documents == 0:
-            raise DataError(
-                f"none of the {train.documents + held_out.documents} documents is in the {name} split with "
-                f"--held-out-fraction {settings.held_out_fraction} --seed {settings.seed}: "
-                "give more documents or another fraction"
-            )
     dtype = token_dtype(tokens.vocab_size)
     train_V, held_out_V = (
         count_tokens(Split(folder, record, dtype).tokens, tokens.vocab_size) for record in (train, held_out)

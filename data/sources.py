@@ -44,10 +44,10 @@ class TextFile:
 
     def open(self) -> Any:
         """Return the streamed dataset of this file's documents."""
-        from datasets import load_dataset  # noqa: PLC0415  (training on prepared data does without the library)
-
         builder, options = _builder_of(self.path)
-        return load_dataset(builder, data_files=str(self.path), split="train", streaming=True, **options)
+        return datasets_library().load_dataset(
+            builder, data_files=str(self.path), split="train", streaming=True, **options
+        )
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,26 @@ class NamedDataset:
 
     def open(self) -> Any:
         """Return the dataset, streamed unless it is to be downloaded first."""
-        from datasets import load_dataset  # noqa: PLC0415  (training on prepared data does without the library)
-
+        load_dataset = datasets_library().load_dataset
         return load_dataset(self.path, self.config, split=self.split, revision=self.revision, streaming=self.streaming)
 
 
 Source = TextFile | NamedDataset
+
+
+def datasets_library() -> Any:
+    """Return the module ``datasets``.
+
+    Raises:
+        DataError: with the command that installs it, where it can't be imported.
+    """
+    try:
+        import datasets  # noqa: PLC0415  (training on prepared data does without the library)
+    except ImportError as error:
+        raise DataError(
+            f"text is read with the package datasets, which can't be imported ({error}): pip install 'datasets>=4.0,<6'"
+        ) from error
+    return datasets
 
 
 def check_file(path: Path) -> TextFile:

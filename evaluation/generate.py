@@ -38,6 +38,8 @@ class Sampling:
                 f"max_new_tokens={self.max_new_tokens} must be at least 1, temperature={self.temperature} at least 0 "
                 f"and top_p={self.top_p} above 0 and at most 1"
             )
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must lie between 0 and 2**63 - 1")
 
 
 @torch.no_grad()

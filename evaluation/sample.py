@@ -4,6 +4,7 @@ The export is loaded with transformers as any user of it would; nothing of this 
 """
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -30,6 +31,13 @@ def sample(
         raise ValueError(
             f"max_new_tokens={max_new_tokens} must be at least 1, temperature={temperature} at least 0 and "
             f"top_p={top_p} above 0 and at most 1"
+        )
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed} must lie between 0 and 2**63 - 1")
+    if (Path(export) / "config.yaml").is_file():
+        raise ValueError(
+            f"{export} is a run, not an export: python -m evaluation.generate {shlex.quote(str(export))} --prompt TEXT "
+            f"draws from it, python -m checkpoint.export_hf {shlex.quote(str(export))} OUT exports it"
         )
     if not Path(export).is_dir():
         raise ValueError(f"{export} is not a folder: write one with python -m checkpoint.export_hf RUN {export}")

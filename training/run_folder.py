@@ -65,6 +65,12 @@ class RunFolder:
         """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
+    def remove_unfinished_saves(self) -> None:
+        """Remove checkpoints that a killed process left unfinished; only while ``sole_trainer`` holds the run."""
+        for path in sorted(self.checkpoints.glob("step_*.partial")):
+            log.warning("removing %s, which was cut off while being written", path)
+            shutil.rmtree(path)
+
 
 @contextmanager
 def sole_trainer(folder: RunFolder, *, is_first: bool) -> Iterator[None]:

@@ -125,6 +125,8 @@ class Trainer:
             )
             return EXIT_DONE
         with sole_trainer(self.folder, is_first=self.world.is_first):
+            if self.world.is_first:
+                self.folder.remove_unfinished_saves()
             return self._train(last_step, owes_evaluation=owes_evaluation)
 
     def _has_final_evaluation(self) -> bool:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -68,6 +69,12 @@ def test_an_export_is_compared_in_a_fresh_process_and_leaves_a_receipt(tmp_path,
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
 
 
+def test_the_receipt_says_what_torch_was_built_for(tmp_path, tiny, monkeypatch):
+    run = tiny.write_run(tmp_path / "run", tiny.OLMOE)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    assert export(run, tmp_path / "out", options=FILES_ONLY)["versions"]["torch"] == "2.13.0+cu130"
+
+
 def test_the_model_card_is_filled_from_the_run(tmp_path, tiny):
     run = tiny.write_run(tmp_path / "run", tiny.changed(tiny.OLMOE, {"tie_embeddings": True}))
     export(run, tmp_path / "out", options=FOR_TRANSFORMERS)
@@ -75,7 +82,8 @@ def test_the_model_card_is_filled_from_the_run(tmp_path, tiny):
     for expected in (
         "| optimiser steps | 7 |",
         "| tokens | 7,000 |",
-        "| held-out loss, top-K (nats per token) | 4.2500 |",  # step 7's, not the later one's
+        "| held-out loss, top-K (nats per token), step 7 | 4.2500 |",  # not the later one's
+        "| held-out loss, training routing (nats per token), step 7 | 4.5000 |",
         "token_rounding (nearest, tiles of 128)",
         "`OlmoeForCausalLM` in float32",
         "Not compared with `transformers`",
@@ -313,6 +321,28 @@ def test_a_run_that_lacks_something_is_refused_with_its_name(tmp_path, tiny):
     (run / "tokenizer" / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"holds no tokenizer\.json"):
         export(run, tmp_path / "out", options=FILES_ONLY)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path, tiny, capsys):
+    run = tiny.write_run(tmp_path / "run", tiny.OLMOE)
+    (tmp_path / "file").touch()
+    assert export_hf.main([str(run), str(tmp_path / "file" / "out"), "--no-compare"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert str(tmp_path / "file") in error
+
+
+@pytest.mark.parametrize("num_bytes", [1000, 100_000])
+def test_an_export_without_room_is_told_in_one_line(tmp_path, tiny, capsys, num_bytes):
+    run = tiny.write_run(tmp_path / "run", tiny.OLMOE)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        assert export_hf.main([str(run), str(tmp_path / "out"), "--no-compare"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

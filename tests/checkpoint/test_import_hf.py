@@ -57,6 +57,20 @@ def test_what_transformers_5_saves_is_read(tmp_path, tiny, name, fused):
     assert_same_weights(tiny.weights_of(run), weights)
 
 
+def test_an_import_that_cannot_be_written_or_read_is_told_in_one_line(tmp_path, tiny, capsys):
+    _, folder = exported(tmp_path, tiny, "olmoe")
+    (tmp_path / "file").touch()
+    assert importer.main([str(folder), str(tmp_path / "file" / "out")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert str(tmp_path / "file") in error
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert importer.main([str(folder), str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_narrow_export_comes_back_as_its_rounded_weights_in_fp32(tmp_path, tiny):
     run, folder = exported(tmp_path, tiny, "qwen3_moe", dtype_name="bfloat16")
     rounded = {name: tensor.bfloat16().float() for name, tensor in tiny.weights_of(run).items()}

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -273,6 +274,45 @@ def test_a_process_killed_while_saving_leaves_a_usable_checkpoint(tmp_path, capl
     assert load_checkpoint(latest, model=model, optimizer=optimizer).step == usable
     save(tmp_path, model, optimizer, 2, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
+
+
+def test_the_folder_that_another_process_is_writing_stays(tmp_path, caplog):
+    other = tmp_path / "step_00000009.partial"
+    other.mkdir()
+    (other / "being written").touch()
+    mine = tmp_path / "step_00000001.partial"
+    mine.mkdir()
+    (mine / "cut off").touch()
+    path = save(tmp_path, *trained(1), 1)
+    assert (other / "being written").exists()
+    assert not mine.exists()
+    assert not (path / "cut off").exists()
+    assert latest_checkpoint(tmp_path) == path
+    assert f"{other} is not used" in caplog.text
+
+
+@pytest.fixture
+def no_room():
+    """Gives a function after which no file can grow past a number of bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda num_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 1000, 3000])
+def test_a_disk_without_room_is_named_and_leaves_the_checkpoint_before(tmp_path, no_room, num_bytes):
+    model, optimizer = trained(1)
+    before = save(tmp_path, model, optimizer, 1)
+    no_room(num_bytes)
+    with pytest.raises(
+        OSError, match=r"step_00000002\.partial could not be written, with \d+\.\d\d GiB free"
+    ) as raised:
+        save(tmp_path, model, optimizer, 2)
+    assert raised.value.__cause__ is not None
+    assert "\n" not in str(raised.value), "a trace of torch is the cause, not the message"
+    assert latest_checkpoint(tmp_path) == before
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    assert latest_checkpoint(tmp_path) != save(tmp_path, model, optimizer, 2)
 
 
 def test_another_shape_is_refused_by_name(tmp_path):

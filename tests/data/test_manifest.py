@@ -1,11 +1,22 @@
 import json
 import os
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
 from data import manifest as manifest_module
 from data.errors import DataError
-from data.manifest import read_manifest, sha256_of_file, verify_files, write_manifest
+from data.manifest import (
+    DEFAULT_ROOT,
+    PRESET_COMMANDS,
+    prepare_command,
+    read_manifest,
+    sha256_of_file,
+    verify_files,
+    write_manifest,
+)
 
 
 def flip_byte(path, place=-1):
@@ -90,3 +101,23 @@ def test_the_tokenizer_is_checked_by_checksum_however_large_the_data(small_copy,
     flip_byte(small_copy / "tokenizer" / "tokenizer.json", place=40)
     with pytest.raises(DataError, match="isn't the tokenizer that the tokens were made with"):
         verify_files(small_copy, read_manifest(small_copy))
+
+
+def test_the_command_that_is_told_survives_a_shell(small_root):
+    words = shlex.split(prepare_command(Path("my data/it's"), None))
+    assert words[-2:] == ["--out", "my data/it's"]
+    words = shlex.split(prepare_command(Path("my data"), read_manifest(small_root)))
+    assert words[-2:] == ["--out", "my data"]
+    assert prepare_command(Path(DEFAULT_ROOT), None) == "python -m data.prepare"
+
+
+def test_every_preset_of_data_has_the_command_that_its_file_tells():
+    presets = Path(__file__).parents[2] / "configs" / "data"
+    roots = {}
+    for path in presets.glob("*.yaml"):
+        text = path.read_text()
+        comment = re.sub(r"\\?\n#\s*", " ", text)
+        roots[re.search(r"^root: (\S+)$", text, re.MULTILINE).group(1)] = " ".join(comment.split())
+    assert set(PRESET_COMMANDS) == set(roots) - {DEFAULT_ROOT}
+    for root, comment in roots.items():
+        assert prepare_command(Path(root), None) in comment

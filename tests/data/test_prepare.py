@@ -199,7 +199,12 @@ def test_a_second_preparation_of_the_same_folder_is_refused(tmp_path, small_argu
         (["--text", "void.jsonl.gz", "--out", "o"], "void.jsonl.gz holds no documents"),
         (["--text", "latin.txt", "--out", "o"], "latin.txt can't be read"),
         (["--text", "good.jsonl", "--out", "good.jsonl"], "--out good.jsonl is a file"),
-        (["--text", "one.jsonl", "--out", "o"], "none of the 1 documents is in the"),
+        (
+            ["--text", "one.jsonl", "--out", "o"],
+            "has 1 document, empty ones not counted, but one is held out: at least 2",
+        ),
+        (["--text", "one.jsonl", "--held-out-fraction", "0.3", "--out", "o"], "and 4 for one to be no more than"),
+        (["--text", "book.txt", "--out", "o"], "A .txt file is one document: write its parts to a .jsonl"),
         (["--text", "good.jsonl", "--dataset", "c4", "--out", "o"], "exclude each other"),
         (["--held-out-fraction", "0"], "--held-out-fraction 0.0 must be above 0"),
         (["--held-out-fraction", "0.9"], "at most 0.5"),
@@ -225,6 +230,7 @@ def wrong_files(tmp_path, monkeypatch, write_jsonl):
     write_jsonl(Path("number.jsonl"), [3, 4])
     write_jsonl(Path("blank.jsonl"), ["text", " \n", "text"])
     write_jsonl(Path("one.jsonl"), ["text"])
+    Path("book.txt").write_text("Chapter one.\n\nChapter two.\n")
     Path("empty.jsonl").touch()
     Path("notes.docx").write_text("text")
     Path("cut.jsonl").write_text('{"text": "whole"}\n{"text": "cu')
@@ -243,6 +249,35 @@ def test_empty_documents_are_left_out_and_counted_on_request(tmp_path, write_jso
     assert manifest.documents_skipped_empty == 2
     assert manifest.train.documents + manifest.held_out.documents == 30
     assert manifest.sources[0].documents == 32
+
+
+@pytest.mark.parametrize("documents", [2, 3])
+def test_a_text_of_few_documents_holds_one_out_and_says_so(tmp_path, write_jsonl, capsys, documents):
+    path = write_jsonl(tmp_path / "few.jsonl", ["", *(f"text number {number}" for number in range(documents))])
+    options = ["--vocab-size", "300", "--held-out-fraction", "0.0005", "--skip-empty"]
+    assert main(["--text", str(path), *options, "--out", str(tmp_path / "out")]) == 0
+    assert "too few documents for --held-out-fraction 0.0005: one of them is held out" in capsys.readouterr().err
+    manifest = read_manifest(tmp_path / "out")
+    assert (manifest.train.documents, manifest.held_out.documents) == (documents - 1, 1)
+
+
+def test_too_few_documents_are_told_before_a_tokenizer_is_trained(wrong_files, capsys):
+    error = error_of(capsys, "--text", "one.jsonl", "--out", "o")
+    assert "training a byte-level BPE tokenizer" not in error
+    assert "1 document" in error
+
+
+def test_a_missing_datasets_library_is_told_before_anything_is_written(wrong_files, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    error = error_of(capsys, "--text", "good.jsonl", "--out", "o")
+    assert "pip install 'datasets>=4.0,<6'" in error
+    assert error.count("\n") == 1
+    assert set(Path.cwd().iterdir()) == wrong_files
+
+
+def test_a_finished_folder_needs_no_datasets_library(small_root, small_arguments, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert main([*small_arguments, "--out", str(small_root)]) == 0
 
 
 def test_every_kind_of_file_is_read_in_the_order_given(tmp_path, small_root):

@@ -192,7 +192,13 @@ def test_the_command_prints_prompt_and_continuation_of_the_step_that_was_asked_f
 
 
 def test_what_cannot_be_generated_is_refused_in_one_line(olmoe, tmp_path, capsys):
-    for wrong in ({"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"max_new_tokens": 0}):
+    for wrong in (
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"max_new_tokens": 0},
+        {"seed": -1},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Sampling(**wrong)
     for arguments, message in (

@@ -41,7 +41,7 @@ def test_no_more_tokens_are_drawn_than_there_are_positions(exported):
 
 
 def test_what_cannot_be_drawn_is_refused_in_one_line(exported, tmp_path, capsys):
-    for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"max_new_tokens": 0}):
+    for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"max_new_tokens": 0}, {"seed": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             sample(exported, "The mill", **wrong)
     with pytest.raises(ValueError, match="prompt has 0 tokens"):
@@ -50,3 +50,11 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(exported, tmp_path, capsys)
     assert "is not a folder" in capsys.readouterr().err
     assert main([str(exported), "--prompt", "The mill", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("The mill")
+
+
+def test_a_run_is_told_from_an_export(exported, capsys):
+    run = exported.with_name("run")
+    assert main([str(run), "--prompt", "The mill"]) == 1
+    error = capsys.readouterr().err
+    assert f"{run} is a run, not an export: python -m evaluation.generate {run} --prompt TEXT" in error
+    assert f"python -m checkpoint.export_hf {run} OUT" in error

@@ -359,3 +359,14 @@ def test_a_run_that_another_process_trains_is_refused(small_run: SmallRun) -> No
     with sole_trainer(first.folder, is_first=True), pytest.raises(StartError, match=r"another process.*run\.name"):
         second.fit()
     assert second.fit() == EXIT_DONE
+
+
+def test_what_a_killed_save_left_is_removed_when_the_run_goes_on(small_run: SmallRun) -> None:
+    trainer = Trainer(small_run("run.stop_at_step=3"))
+    trainer.fit()
+    left = trainer.folder.checkpoints / "step_00000009.partial"
+    (left / "tensors").mkdir(parents=True)
+    resumed = Trainer(small_run("run.stop_at_step=4"))
+    assert resumed.state.step == 3
+    resumed.fit()
+    assert not left.exists()
