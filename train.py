@@ -40,7 +40,7 @@ def main(values: DictConfig) -> None:
 
 @record
 def run(values: DictConfig) -> int:
-    """Return the exit code of the run; torchrun reports what it raises."""
+    """End with the exit code of the run, or return that of one that cannot start; torchrun reports what it raises."""
     try:
         config = OmegaConf.to_object(values)
         assert isinstance(config, RunConfig)
@@ -59,8 +59,7 @@ def run(values: DictConfig) -> int:
         exit_code = trainer.fit()
     except (StartError, OSError) as problem:  # a disk without room, above all
         return _refuse(problem)
-    world.close()
-    return exit_code
+    world.leave(exit_code)
 
 
 def _refuse(problem: object) -> int:

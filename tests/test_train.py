@@ -1,6 +1,7 @@
 """train.py as a user starts it: in a process of its own, with what a tired user types wrong."""
 
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -107,19 +108,27 @@ def test_train_runs_from_any_folder(prepared_root: Path, tmp_path: Path) -> None
     assert (tmp_path / "here" / "cpu_smoke" / "config.yaml").exists()
 
 
-def test_a_run_goes_on_with_other_numbers_of_processes(prepared_root: Path, tmp_path: Path) -> None:
-    arguments = [
-        *("debug=cpu_smoke", "evaluation.every_steps=3", "model.vocab_size=512", "data.sequence_length=64"),
-        *("model.moe.routing.tile_m=32", "train.global_batch_sequences=8", "train.num_threads=1"),
-        *(f"data.root={prepared_root}", f"run.root={tmp_path}"),
-    ]
+SMALL = (
+    *("debug=cpu_smoke", "model.vocab_size=512", "model.width=32", "model.num_layers=1", "model.attention.num_heads=1"),
+    *("model.attention.num_kv_heads=1", "data.sequence_length=512", "model.moe.routing.tile_m=64"),
+    *("train.micro_batch_sequences=4", "train.global_batch_sequences=8", "train.num_threads=1"),
+)
+
+
+def test_a_run_goes_on_with_other_numbers_of_processes_across_an_epochs_end(
+    prepared_root: Path, tmp_path: Path
+) -> None:
+    places = (f"data.root={prepared_root}", f"run.root={tmp_path}")
+    arguments = [*SMALL, *places, "train.num_steps=18", "evaluation.every_steps=9"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    for stop, launcher in ((2, torchrun), (4, [sys.executable]), (6, torchrun)):
+    for stop, launcher in ((15, torchrun), (17, [sys.executable]), (18, torchrun)):
         command = [*launcher, str(ROOT / "train.py"), *arguments, "run.name=parts", f"run.stop_at_step={stop}"]
         result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
         assert result.returncode == 0, result.stderr
     assert train(*arguments, "run.name=whole", cwd=tmp_path).returncode == 0
     whole, parts = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
+    epochs = {line["progress/step"]: line["progress/epoch"] for line in whole}
+    assert epochs[16] < 1 < epochs[17]  # in the part of the one process
     assert [line["progress/step"] for line in parts] == [line["progress/step"] for line in whole]
     for left, right in zip(whole, parts, strict=True):
         for name in ("loss/ce", "loss/load_balance", "optim/grad_norm", "eval/held_out/ce_top_k"):
@@ -127,3 +136,24 @@ def test_a_run_goes_on_with_other_numbers_of_processes(prepared_root: Path, tmp_
             if name in left:
                 assert left[name] == pytest.approx(right[name], rel=1e-5), name
     assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "whole"]
+
+
+def test_two_agents_that_meet_at_a_rendezvous_train_one_run(prepared_root: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
+    agent += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "two"]
+    arguments = [*SMALL, "train.num_steps=2", f"data.root={prepared_root}", f"run.root={tmp_path}"]
+    command = [*agent, str(ROOT / "train.py"), *arguments]
+    agents = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    finally:
+        for agent_process in agents:
+            agent_process.kill()
+    assert [agent.returncode for agent in agents] == [0, 0]
+    assert sorted("step 2/2" in output for output in outputs) == [False, True]
+    assert train(*arguments, "run.name=alone", cwd=tmp_path).returncode == 0
+    together, alone = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("cpu_smoke", "alone"))
+    assert together[-1]["eval/held_out/ce_top_k"] == pytest.approx(alone[-1]["eval/held_out/ce_top_k"], rel=1e-5)

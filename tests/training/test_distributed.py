@@ -178,7 +178,7 @@ def work(rank: int, world_size: int, port: int, folder: Path) -> None:
         result = take_step(case, world)
         if world.is_first:
             torch.save(result, folder / f"{case.name}.pt")
-    world.close()
+    world.leave(0)
 
 
 def free_port() -> int:
