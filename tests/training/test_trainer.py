@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +39,18 @@ def without_time(lines: list[dict[str, float]]) -> list[dict[str, float]]:
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def terminate_in_evaluation(trainer: TrainerOfWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make reading held-out rows send this process SIGTERM first."""
+    held_out = trainer.data.held_out
+    read = held_out.batch
+
+    def terminate_then_read(first_sample: int, num_sequences: int) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return read(first_sample, num_sequences)
+
+    monkeypatch.setattr(held_out, "batch", terminate_then_read)
 
 
 def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
@@ -174,9 +188,6 @@ def test_a_finished_run_does_nothing_and_says_so(small_run: SmallRun, caplog: py
 
 
 def test_a_signal_saves_and_leaves_with_its_own_exit_code(small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-    import signal
-
     trainer = Trainer(small_run())
     take_step = trainer._step
 
@@ -196,18 +207,8 @@ def test_a_signal_saves_and_leaves_with_its_own_exit_code(small_run: SmallRun, m
 
 
 def test_a_signal_during_evaluation_saves_too(small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-    import signal
-
     trainer = Trainer(small_run("evaluation.every_steps=2", "checkpoint.every_steps=0"))
-    held_out = trainer.data.held_out
-    read = held_out.batch
-
-    def terminate_then_read(first_sample: int, num_sequences: int) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return read(first_sample, num_sequences)
-
-    monkeypatch.setattr(held_out, "batch", terminate_then_read)
+    terminate_in_evaluation(trainer, monkeypatch)
     assert trainer.fit() == EXIT_STOPPED_BY_SIGNAL
     checkpoint = latest_checkpoint(trainer.folder.checkpoints)
     assert checkpoint is not None
@@ -331,18 +332,8 @@ def test_a_run_older_than_a_key_goes_on_with_the_keys_default(small_run: SmallRu
 def test_a_final_evaluation_that_a_signal_cut_off_is_made_up_for(
     small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import os
-    import signal
-
     trainer = Trainer(small_run())
-    held_out = trainer.data.held_out
-    read = held_out.batch
-
-    def terminate_then_read(first_sample: int, num_sequences: int) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return read(first_sample, num_sequences)
-
-    monkeypatch.setattr(held_out, "batch", terminate_then_read)
+    terminate_in_evaluation(trainer, monkeypatch)
     assert trainer.fit() == EXIT_STOPPED_BY_SIGNAL
     assert trainer.state.step == 6
     assert not any("eval/held_out/ce_top_k" in line for line in logged(trainer.config))
