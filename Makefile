@@ -7,8 +7,9 @@ PYTHON ?= python3
 SAME_PYTHON := $(if $(filter command line,$(origin PYTHON)),same-python)
 VENV   := .venv
 BIN    := $(VENV)/bin
-# OpenMP threads wait asleep: see train.py.
+# How OpenMP threads wait: see train.py.
 export OMP_WAIT_POLICY ?= passive
+export GOMP_SPINCOUNT ?= 1000
 HF4    := .venv-hf4
 # Exports for test-hf4, made anew by every run of it.
 EXPORTS := runs/test-hf4-exports
