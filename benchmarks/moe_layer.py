@@ -1,36 +1,36 @@
 """Times the routed experts, forward and backward, on one GPU: our backends and, side by side in one process, peers.
 
     python -m benchmarks.moe_layer --shapes olmoe,7b-n256 --routing uniform --backends cute_sm90,sonicmoe --json F
+    python -m benchmarks.moe_layer --with-routing --shapes olmoe,sparse-d4096 --backends cute_sm90,sonicmoe --json F
+    python -m benchmarks.moe_layer --cold-start --shapes olmoe --json F
 
 Every contender is checked against fp32 on a small layer before anything is timed. Rounds go through the contenders in
 turn, because a card under load changes its clocks; what is printed is each one's median round. Backward is forward and
 backward less forward. TFLOP/s count 6 and 12 · rows · D · N. Router and plan are given (sonic-moe builds its own
-metadata in its time). Roof fractions divide the least time an op could take, at the rates of a large matrix product and
-of a large copy measured in the same process, by its time.
+metadata in its time); with ``--with-routing`` (whole_layer.py) they are part of what is timed. ``--cold-start``
+(cold_start.py) times first steps. Roof fractions (``--ops``, roof.py) divide the least time an op could take, at the
+rates of a large matrix product and of a large copy measured in the same process, by its time.
 """
 
 import argparse
-import json
-import subprocess
-import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks import cold_start, whole_layer
 from benchmarks.peers import PEERS, available_peers, interleave
-from benchmarks.shapes import SHAPES, MoEShape, work_of
+from benchmarks.roof import measure_ceilings, measure_ops
+from benchmarks.shapes import SHAPES, MoEShape
+from benchmarks.timing import Outlasted, first_call_s, in_turns, new_record, time_limit, write_record
 from moe_kernels import BackendName, RoutingPlan, moe_experts, route_token_rounding, route_top_k
-from moe_kernels.dispatch import BACKENDS, Backend
+from moe_kernels.dispatch import BACKENDS
 from moe_kernels.routing.kinds import Rounding
-from moe_kernels.side import GatheredSide
 
 CHECK_SHAPE = MoEShape(T=1000, D=256, N=128, E=16, K=4)
 CHECK_TOLERANCE = 1e-2  # relative Frobenius error of bf16 results: one rounding of the largest chain is 4e-3
-ROUND_MS = 25.0  # of work per contender and round
 TILE_M = 128
 
 
@@ -126,30 +126,32 @@ def check(name: str, routing: str, peers: dict) -> dict[str, float]:
     return errors
 
 
-def measure(contenders: list[Contender], layer: Layer, rounds: int) -> dict[str, dict]:
-    """Return each contender's cold start, held and peak bytes, and median forward and backward milliseconds."""
+def measure(contenders: list[Contender], layer: Layer, rounds: int, peer_limit_s: float) -> dict[str, dict]:
+    """Return each contender's cold start, held and peak bytes, and median forward and backward milliseconds.
+
+    A peer whose first call takes more than ``peer_limit_s`` (0: no limit) is left out, and the result says so.
+    """
     results: dict[str, dict] = {}
-    steps: dict[str, dict[str, Callable]] = {}
+    steps: dict[str, dict[str, Callable]] = {"forward": {}, "both": {}}
     for contender in contenders:
 
         def both(contender: Contender = contender) -> None:
             torch.autograd.grad(contender.forward(), contender.leaves, layer.dout_TD)
 
-        start = time.perf_counter()
-        both()
-        torch.cuda.synchronize()
-        results[contender.name] = {"cold_start_s": time.perf_counter() - start, **_memory(contender, layer)}
-        steps[contender.name] = {"forward": contender.forward, "both": both}
-    for what in ("forward", "both"):
-        times: dict[str, list[float]] = {name: [] for name in steps}
-        repeats = {name: max(2, round(ROUND_MS / _time(s[what], 2))) for name, s in steps.items()}
-        for _ in range(rounds):
-            for name, s in steps.items():
-                times[name].append(_time(s[what], repeats[name]))
-        for name, rounds_ms in times.items():
-            results[name][f"{what}_ms"] = sorted(rounds_ms)[len(rounds_ms) // 2]
-    for result in results.values():
-        result["backward_ms"] = result.pop("both_ms") - result["forward_ms"]
+        try:
+            with time_limit(peer_limit_s if contender.name in PEERS else 0.0):
+                cold_start_s = first_call_s(both)
+        except Outlasted:
+            print(f"{contender.name}: its first call outlasted {peer_limit_s:.0f} s, left out", flush=True)
+            results[contender.name] = {"outlasted_s": peer_limit_s}
+            continue
+        results[contender.name] = {"cold_start_s": cold_start_s, **_memory(contender, layer)}
+        steps["forward"][contender.name], steps["both"][contender.name] = contender.forward, both
+    for way, by_name in steps.items():
+        for name, ms in in_turns(by_name, rounds).items():
+            results[name][f"{way}_ms"] = ms
+    for name in steps["both"]:
+        results[name]["backward_ms"] = results[name].pop("both_ms") - results[name]["forward_ms"]
     return results
 
 
@@ -163,61 +165,10 @@ def _memory(contender: Contender, layer: Layer) -> dict[str, int]:
     return {"held_bytes": held, "peak_bytes": torch.cuda.max_memory_allocated() - before}
 
 
-def _time(step: Callable, repeats: int) -> float:
-    """Return milliseconds per call."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        step()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / repeats
-
-
-def measure_ops(backend: Backend, shape: MoEShape, layer: Layer, ceilings: dict[str, float]) -> dict[str, dict]:
-    """Return each op's milliseconds, TFLOP/s, and the fraction of its roof."""
-    plan, R = layer.plan, layer.plan.R
-    h_R2N, a_RN, y_RD = (torch.randn(R, w, device="cuda").bfloat16() for w in (2 * shape.N, shape.N, shape.D))
-    score_R = torch.rand(R, device="cuda")
-    x, dout, w_gate_up, w_down = layer.x_TD, layer.dout_TD, layer.w_gate_up, layer.w_down
-    steps = {
-        "up": lambda: backend.up(x, w_gate_up, plan),
-        "down": lambda: backend.rows_matmul(a_RN, w_down.transpose(1, 2), plan),
-        "combine": lambda: backend.combine(y_RD, score_R, plan),
-        "down_backward": lambda: backend.down_backward(dout, h_R2N, w_down, score_R, plan),
-        "dw_down": lambda: backend.weight_grad(dout, a_RN, plan, gathered=GatheredSide.left),
-        "dw_gate_up": lambda: backend.weight_grad(h_R2N, x, plan, gathered=GatheredSide.right),
-        "dx": lambda: backend.rows_matmul(h_R2N, w_gate_up, plan),
-        "sum": lambda: backend.combine(y_RD, None, plan),
-    }
-    results = {}
-    for name, work in work_of(shape, layer.used).items():
-        repeats = max(2, round(ROUND_MS / _time(steps[name], 3)))
-        ms = sorted(_time(steps[name], repeats) for _ in range(3))[1]
-        roof_ms = 1e3 * max(work.flops / ceilings["matmul_flops"], work.bytes / ceilings["copy_bytes"])
-        results[name] = {
-            "ms": ms,
-            "tflops": work.flops / ms / 1e9,
-            "tb_per_s": work.bytes / ms / 1e9,
-            "roof_fraction": roof_ms / ms,
-        }
-    return results
-
-
-def measure_ceilings() -> dict[str, float]:
-    """Return the rates of an 8192³ bf16 matrix product (FLOP/s) and of a 4 GB copy (bytes read and written per s)."""
-    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    source = torch.empty(2**31, dtype=torch.bfloat16, device="cuda").normal_()
-    target = torch.empty_like(source)
-    for _ in range(3):
-        left @ right, target.copy_(source)
-    matmul_ms = _time(lambda: left @ right, 30)
-    copy_ms = _time(lambda: target.copy_(source), 10)
-    return {"matmul_flops": 2 * 8192**3 / matmul_ms * 1e3, "copy_bytes": 2 * source.numel() * 2 / copy_ms * 1e3}
-
-
 def report(name: str, shape_name: str, shape: MoEShape, rows: int, result: dict) -> None:
     """Add rates to ``result`` and print its line."""
+    if "outlasted_s" in result:
+        return
     flops = 6 * rows * shape.D * shape.N
     result["forward_tflops"] = flops / result["forward_ms"] / 1e9
     result["backward_tflops"] = 2 * flops / result["backward_ms"] / 1e9
@@ -230,55 +181,95 @@ def report(name: str, shape_name: str, shape: MoEShape, rows: int, result: dict)
     )
 
 
+def experts_alone(arguments: argparse.Namespace, names: list[str], peers: dict, record: dict) -> None:
+    """Check and time the routed experts of every shape, with router and plan given; fill and write ``record``."""
+    ceilings = record["ceilings"] = measure_ceilings()
+    print(f"matmul {ceilings['matmul_flops'] / 1e12:.0f} TFLOP/s, copy {ceilings['copy_bytes'] / 1e12:.2f} TB/s")
+    for name in list(names):
+        try:
+            with time_limit(arguments.peer_limit_s if name in PEERS else 0.0):
+                record["errors"][name] = check(name, arguments.routing, peers)
+        except Outlasted:
+            record["errors"][name] = {"outlasted_s": arguments.peer_limit_s}
+            names.remove(name)
+        print(f"check {name}: { ({key: f'{error:.1e}' for key, error in record['errors'][name].items()}) }", flush=True)
+    for shape_name in arguments.shapes.split(","):
+        shape = SHAPES[shape_name]
+        layer = make_layer(shape, arguments.routing, seed=1)
+        contenders = [c for name in names if (c := make_contender(name, layer, peers)) is not None]
+        results: dict = measure(contenders, layer, arguments.rounds, arguments.peer_limit_s)
+        for name, result in results.items():
+            report(name, shape_name, shape, layer.used, result)
+        if arguments.ops:
+            inputs = (layer.x_TD, layer.w_gate_up, layer.w_down, layer.dout_TD)
+            backend = BACKENDS[BackendName.cute_sm90]
+            results["ops"] = measure_ops(backend, shape, inputs, layer.plan, layer.used, ceilings)
+            fractions = {op: f"{r['ms']:.3f} ms {r['roof_fraction']:.0%}" for op, r in results["ops"].items()}
+            print(f"{'':12s} {fractions}", flush=True)
+        record["shapes"][shape_name] = results
+        write_record(record, arguments.json)
+        del layer, contenders
+        torch.cuda.empty_cache()
+
+
+def with_routing(arguments: argparse.Namespace, names: list[str], record: dict) -> None:
+    """Check and time the whole layer of every shape, from its input on; fill and write ``record``."""
+    record["errors"] = whole_layer.check(names, peer_limit_s=arguments.peer_limit_s)
+    names = [name for name in names if "outlasted_s" not in record["errors"].get(name, {})]
+    print({name: {key: f"{e:.1e}" for key, e in errors.items()} for name, errors in record["errors"].items()})
+    for shape_name in arguments.shapes.split(","):
+        result = record["shapes"][shape_name] = whole_layer.measure(
+            SHAPES[shape_name],
+            arguments.routing,
+            names,
+            rounds=arguments.rounds,
+            peer_limit_s=arguments.peer_limit_s,
+        )
+        whole_layer.report(shape_name, result)
+        write_record(record, arguments.json)
+        torch.cuda.empty_cache()
+
+
+def first_steps(arguments: argparse.Namespace, names: list[str], record: dict) -> None:
+    """Time the first step of fresh processes for every shape; fill and write ``record``."""
+    for shape_name in arguments.shapes.split(","):
+        for name in names:
+            found = cold_start.cold_and_warm(shape_name, name)
+            record["shapes"].setdefault(shape_name, {})[name] = found
+            cold_start.report(f"{shape_name} {name}", found)
+            write_record(record, arguments.json)
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="7b-n256,olmoe,qwen3-30b", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--routing", choices=["uniform", "zipf", "rounded"], default="uniform")
     parser.add_argument("--backends", default="cute_sm90", help=f"backends, and peers: {', '.join(PEERS)}")
+    parser.add_argument("--with-routing", action="store_true", help="the whole layer, with and without rounding")
+    parser.add_argument("--cold-start", action="store_true", help="the first step of fresh processes, in seconds")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ops", action="store_true", help="time the ops of cute_sm90 one by one too")
+    parser.add_argument(
+        "--peer-limit-s", type=float, default=0.0, help="leave out a peer whose first call takes more; 0: wait"
+    )
     parser.add_argument("--json", type=Path, help="write everything here, after every shape")
     arguments = parser.parse_args()
     names = arguments.backends.split(",")
+    others = set(names) & set(PEERS)
+    if arguments.with_routing and (others - {"sonicmoe"} or arguments.routing == "rounded"):
+        parser.error("--with-routing times uniform or zipf loads, of backends and sonicmoe: both are rounded there")
+    if arguments.cold_start and others:
+        parser.error("--cold-start takes backends only")
     peers = available_peers([name for name in names if name in PEERS])
     names = [name for name in names if name in peers or name not in PEERS]
-    ceilings = measure_ceilings()
-    record: dict = {
-        "gpu": torch.cuda.get_device_name(),
-        "date": date.today().isoformat(),
-        "commit": _commit(),
-        "torch": torch.__version__,
-        "routing": arguments.routing,
-        "ceilings": ceilings,
-        "errors": {},
-        "shapes": {},
-    }
-    print(f"matmul {ceilings['matmul_flops'] / 1e12:.0f} TFLOP/s, copy {ceilings['copy_bytes'] / 1e12:.2f} TB/s")
-    for name in names:
-        record["errors"][name] = check(name, arguments.routing, peers)
-        print(f"check {name}: { ({key: f'{error:.1e}' for key, error in record['errors'][name].items()}) }", flush=True)
-    for shape_name in arguments.shapes.split(","):
-        shape = SHAPES[shape_name]
-        layer = make_layer(shape, arguments.routing, seed=1)
-        contenders = [c for name in names if (c := make_contender(name, layer, peers)) is not None]
-        results: dict = measure(contenders, layer, arguments.rounds)
-        for name, result in results.items():
-            report(name, shape_name, shape, layer.used, result)
-        if arguments.ops:
-            results["ops"] = measure_ops(BACKENDS[BackendName.cute_sm90], shape, layer, ceilings)
-            fractions = {op: f"{r['ms']:.3f} ms {r['roof_fraction']:.0%}" for op, r in results["ops"].items()}
-            print(f"{'':12s} {fractions}", flush=True)
-        record["shapes"][shape_name] = results
-        del layer, contenders
-        torch.cuda.empty_cache()
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "uncommitted tree"
+    record = new_record(routing=arguments.routing, errors={}, shapes={})
+    if arguments.cold_start:
+        first_steps(arguments, names, record)
+    elif arguments.with_routing:
+        with_routing(arguments, names, record)
+    else:
+        experts_alone(arguments, names, peers, record)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ interleaved here, made once from the same values, outside of all timing.
 """
 
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -80,6 +81,16 @@ def sonicmoe(x: Tensor, w_gate_up: Tensor, w_down: Tensor, score_TK: Tensor, exp
     )
 
 
+def sonicmoe_layer(x: Tensor, router_ED: Tensor, w_gate_up: Tensor, w_down: Tensor, *, K: int) -> Tensor:
+    """sonic-moe 0.1.2: what its module calls, router included, weights normalised over the top K."""
+    from sonicmoe.enums import ActivationType  # noqa: PLC0415
+    from sonicmoe.functional import moe_TC_softmax_topk_layer  # noqa: PLC0415
+
+    stream = torch.cuda.current_stream().cuda_stream
+    w_up, w_out = w_gate_up.permute(1, 2, 0), w_down.permute(1, 2, 0)
+    return moe_TC_softmax_topk_layer(x, router_ED, w_up, None, w_out, None, K, stream, ActivationType.SWIGLU, False)[0]
+
+
 def scattermoe(x: Tensor, w_gate_up: Tensor, w_down: Tensor, score_TK: Tensor, expert_TK: Tensor) -> Tensor:
     """ScatterMoE's two grouped products with a compiled activation between them."""
     from scattermoe.parallel_experts import flatten_sort_count, parallel_linear  # noqa: PLC0415
@@ -104,9 +115,14 @@ def grouped_mm(x: Tensor, w_gate_up: Tensor, w_down: Tensor, score_TK: Tensor, e
     return torch.zeros_like(x).index_add(0, token, weighted)
 
 
-@torch.compile
 def _activation(h: Tensor) -> Tensor:
-    return F.silu(h[:, 0::2]) * h[:, 1::2]
+    return _compiled_activation()(h)
+
+
+@cache
+def _compiled_activation() -> Callable[[Tensor], Tensor]:
+    # Made at its first use: torch.compile takes seconds to import, which a cold start of ours must not count.
+    return torch.compile(lambda h: F.silu(h[:, 0::2]) * h[:, 1::2])
 
 
 PEERS: dict[str, tuple[str | None, Peer]] = {

@@ -6,13 +6,13 @@ Router: fp32 logits of bf16 inputs, weights, top-K, sums for the losses. Plan: r
 Backward: from the gradients of weights and losses to those of the input and the router's weight.
 Before anything is timed the two paths' plans are compared, on the same probabilities. Torch's product runs in fp32 as
 model/router.py's does on a CPU. ``ms`` is the median of rounds of eager calls; ``graph_ms`` replays a CUDA graph of the
-same calls, which leaves the launches out and shows that nothing in them asks the host.
+same calls, which leaves the launches out and shows that nothing in them asks the host; ``launches`` lists kernels,
+copies and fills with their microseconds. "and back" is a forward and a backward; what it takes beyond the forward alone
+is the backward.
 """
 
 import argparse
-import json
 from collections.abc import Callable
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.shapes import SHAPES, MoEShape
+from benchmarks.timing import graph_of, in_turns, launches_of, new_record, write_record
 from model.config import MoEConfig, RoutingConfig
+from model.moe import moe_stats
 from model.router import Routed, Router, router_sums
 from moe_kernels import Rounding, RoutingKind
 from moe_kernels.routing.build import plan_from_mask_torch
@@ -75,9 +77,13 @@ def make_problem(shape: MoEShape, rounding: Rounding | None) -> Problem:
 
 def by_kernels(problem: Problem) -> Outcome:
     """Return the outcome of the model's own router."""
+    return _outcome(routed_by_kernels(problem))
+
+
+def routed_by_kernels(problem: Problem) -> Routed:
+    """Return what the model's own router says."""
     kind = RoutingKind.top_k if problem.rounding is None else RoutingKind.token_rounding
-    routed = problem.router(problem.x_TD, routing=kind, seed=SEED, num_sequences=NUM_SEQUENCES)
-    return _outcome(routed)
+    return problem.router(problem.x_TD, routing=kind, seed=SEED, num_sequences=NUM_SEQUENCES)
 
 
 def _outcome(routed: Routed) -> Outcome:
@@ -122,43 +128,25 @@ def check(problem: Problem) -> None:
         assert torch.equal(actual, expected), f"{problem.rounding}: {name} differs"
 
 
-def backward_of(problem: Problem, outcome: Outcome) -> Callable[[], object]:
-    """Return a step from gradients of weights, probability sums and z sum to those of the input and the weight."""
-    outputs = (outcome.score_TE, *outcome.losses)
-    pulls = [torch.randn_like(output) for output in outputs]
+def and_back(problem: Problem, forward: Callable[[Problem], Outcome]) -> Callable[[], object]:
+    """Return a step from the input on, and from gradients of weights and sums back to those of input and weight."""
+    outcome = forward(problem)
+    pulls = [torch.randn_like(output) for output in (outcome.score_TE, *outcome.losses)]
     leaves = (problem.x_TD, problem.router.weight)
-    return lambda: torch.autograd.grad(outputs, leaves, pulls, retain_graph=True)
+
+    def step() -> object:
+        outcome = forward(problem)
+        return torch.autograd.grad((outcome.score_TE, *outcome.losses), leaves, pulls)
+
+    return step
 
 
-def time_ms(step: Callable[[], object]) -> float:
-    """Return the median milliseconds of one call."""
-    for _ in range(3):
-        step()
-    repeats = max(3, round(ROUND_MS / _time(step, 3)))
-    return sorted(_time(step, repeats) for _ in range(ROUNDS))[ROUNDS // 2]
-
-
-def _time(step: Callable[[], object], repeats: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        step()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / repeats
-
-
-def graph_of(step: Callable[[], object]) -> Callable[[], object]:
-    """Return the replay of a CUDA graph of ``step``."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+def time_step(step: Callable[[], object], *, graph: bool = True) -> dict:
+    """Return the milliseconds of one eager call and, where asked for, of a graph's replay, and the launches."""
+    times = in_turns({"ms": step}, ROUNDS, ROUND_MS)
+    if graph:
+        times |= in_turns({"graph_ms": graph_of(step)}, ROUNDS, ROUND_MS)
+    return {**times, "launches": launches_of(step)}
 
 
 def parts_of(shape: MoEShape) -> dict[str, Callable[[], object]]:
@@ -189,6 +177,7 @@ def parts_of(shape: MoEShape) -> dict[str, Callable[[], object]]:
         "weigh and choose": lambda: weigh(transposed=False),
         "the same, transposed too": lambda: weigh(transposed=True),
         "plan": lambda: plan.plan_from_mask(chosen.top_k_mask_TE, R=shape.T * shape.K),
+        "gradient of logits in two bf16 numbers": lambda: router.split_bf16(logits_TE),
     }
     for rule in Rounding:
         parts[f"rounding and plan, {rule.value}"] = partial(
@@ -197,25 +186,25 @@ def parts_of(shape: MoEShape) -> dict[str, Callable[[], object]]:
     return parts
 
 
-def measure(shape: MoEShape, rules: list[Rounding | None]) -> dict[str, dict]:
-    """Return the milliseconds of every part, and of forward and backward of both paths under each rule."""
+def measure(shape: MoEShape, rules: list[Rounding | None], *, beside_torch: bool) -> dict[str, dict]:
+    """Return the times of every part, and of both paths under each rule, forward alone and both ways."""
     results: dict[str, dict] = {}
     with torch.no_grad():
         for name, step in parts_of(shape).items():
-            results[name] = {"ms": time_ms(step), "graph_ms": time_ms(graph_of(step))}
+            results[name] = time_step(step)
+    paths = {"kernels": by_kernels} | ({"torch": by_torch} if beside_torch else {})
     for rule in rules:
         problem = make_problem(shape, rule)
         check(problem)
         name = "top-K" if rule is None else rule.value
-        for path, forward in (("kernels", by_kernels), ("torch", by_torch)):
-            step = partial(forward, problem)
+        with torch.no_grad():
+            routed = routed_by_kernels(problem)
+            results[f"counts for the metrics, {name}"] = time_step(partial(moe_stats, routed))
+        for path, forward in paths.items():
+            graph = path == "kernels"
             with torch.no_grad():
-                result = {"ms": time_ms(step)}
-                if path == "kernels":
-                    result["graph_ms"] = time_ms(graph_of(step))
-            if rule is None:
-                results[f"backward, {path}"] = {"ms": time_ms(backward_of(problem, step()))}
-            results[f"router to plan, {name}, {path}"] = result
+                results[f"router to plan, {name}, {path}"] = time_step(partial(forward, problem), graph=graph)
+            results[f"router to plan and back, {name}, {path}"] = time_step(and_back(problem, forward), graph=graph)
     return results
 
 
@@ -224,25 +213,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="olmoe,qwen3-30b", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--rules", default="nearest", help=f"beside top-K, of {', '.join(r.value for r in Rounding)}")
+    parser.add_argument("--without-torch", action="store_true", help="time the kernels alone; plans are still compared")
     parser.add_argument("--json", type=Path, help="write everything here, after every shape")
     arguments = parser.parse_args()
     rules = [None, *(Rounding(name) for name in arguments.rules.split(","))]
-    record: dict = {
-        "gpu": torch.cuda.get_device_name(),
-        "date": date.today().isoformat(),
-        "torch": torch.__version__,
-        "tile_m": TILE_M,
-        "num_sequences": NUM_SEQUENCES,
-        "shapes": {},
-    }
+    record = new_record(tile_m=TILE_M, num_sequences=NUM_SEQUENCES, shapes={})
     for name in arguments.shapes.split(","):
-        results = measure(SHAPES[name], rules)
+        results = measure(SHAPES[name], rules, beside_torch=not arguments.without_torch)
         record["shapes"][name] = {"shape": SHAPES[name]._asdict(), "parts": results}
         for part, result in results.items():
             graph = f"{1e3 * result['graph_ms']:9.1f} us in a graph" if "graph_ms" in result else ""
-            print(f"{name:10s} {part:38s} {1e3 * result['ms']:9.1f} us {graph}", flush=True)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            launches = f"{len(result['launches']):3d} launches"
+            print(f"{name:14s} {part:42s} {1e3 * result['ms']:9.1f} us  {launches} {graph}", flush=True)
+        write_record(record, arguments.json)
         torch.cuda.empty_cache()
 
 

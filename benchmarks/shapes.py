@@ -13,6 +13,7 @@ class MoEShape(NamedTuple):
     K: int  # experts per token
 
 
+# The three with T = 16384 below qwen3-next have few tokens for each expert: what token rounding is for.
 SHAPES = {
     "1.4b-n256": MoEShape(40960, 768, 256, 128, 8),
     "1.4b-n512": MoEShape(40960, 768, 512, 64, 4),
@@ -29,6 +30,9 @@ SHAPES = {
     "olmoe": MoEShape(32768, 2048, 1024, 64, 8),
     "qwen3-30b": MoEShape(32768, 2048, 768, 128, 8),
     "qwen3-next": MoEShape(32768, 2048, 512, 512, 10),
+    "sparse-d1536": MoEShape(16384, 1536, 1024, 128, 2),
+    "sparse-d4096": MoEShape(16384, 4096, 1024, 256, 4),
+    "qwen3-next-16k": MoEShape(16384, 2048, 512, 512, 10),
     "gpt-oss-20b": MoEShape(32768, 2880, 2880, 32, 4),
     "gpt-oss-120b": MoEShape(32768, 2880, 2880, 128, 4),
     "qwen3-235b": MoEShape(32768, 4096, 1536, 128, 8),

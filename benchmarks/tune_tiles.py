@@ -10,8 +10,7 @@ with the first one's before its time counts. The table keeps the entries of othe
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict
-from datetime import date
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from benchmarks.moe_layer import Layer, make_layer
 from benchmarks.shapes import SHAPES, MoEShape
+from benchmarks.timing import in_turns, new_record, write_record
 from moe_kernels.cute.ops import CuteSm90Backend
-from moe_kernels.cute.tiles import TABLE, KernelForm, TileConfig, rows_bucket, table_entries, why_invalid
+from moe_kernels.cute.tiles import TABLE, KernelForm, TileConfig, rows_bucket, rule_for, table_entries, why_invalid
 from moe_kernels.side import GatheredSide
 
 ARCH = "sm90"
@@ -30,7 +30,8 @@ LOAD = {"producer_registers": 40, "consumer_registers": 232}
 
 
 def candidates(form: KernelForm) -> list[TileConfig]:
-    """Return the tiles worth measuring for ``form``: what compiled without spills and won somewhere."""
+    """Return the tiles worth measuring for ``form``: what compiled without spills and won somewhere, and its like."""
+    rule = rule_for(form, contraction=0, columns=0)
     wide = {"columns": 256, "ping_pong": False, "stages": 4}
     match form:
         case KernelForm.up | KernelForm.up_inference:
@@ -48,20 +49,14 @@ def candidates(form: KernelForm) -> list[TileConfig]:
                 ),
             ]
         case KernelForm.down_backward:
-            deep = {"store_columns": 32, "store_sets": 2, "load_stages": 2}
             tiles = [
-                TileConfig(columns=128, ping_pong=True, stages=5, **deep, **GATHER),
-                TileConfig(columns=256, ping_pong=False, stages=3, **deep, **GATHER),
+                rule,
+                replace(rule, columns=256, ping_pong=False, stages=3),
+                replace(rule, store_rows=64, stages=6),
             ]
-        case KernelForm.weight_grad_left:
-            tiles = [TileConfig(**wide, store_columns=n, store_sets=2, **GATHER) for n in (32, 64)]
-        case KernelForm.weight_grad_right:
-            tall = {"rows": 256, "columns": 128, "ping_pong": False, "stages": 4}
-            tiles = [
-                TileConfig(**tall, store_columns=64, store_sets=1, **GATHER),
-                TileConfig(**tall, store_columns=32, store_sets=2, **GATHER),
-            ]
-    return [tile for tile in tiles if why_invalid(form, tile, ARCH) is None]
+        case _:  # weight gradients
+            tiles = [rule, replace(rule, longest_first=False), replace(rule, store_columns=32, store_sets=2)]
+    return [tile for tile in dict.fromkeys(tiles) if why_invalid(form, tile, ARCH) is None]
 
 
 def make_step(
@@ -89,12 +84,14 @@ def make_step(
         case KernelForm.down_backward:
             h_R2N, score_R = rows(2 * N), torch.rand(plan.R, device="cuda", generator=generator)
             return lambda: backend.down_backward(dout, h_R2N, layer.w_down, score_R, plan).dh_R2N, D, N
-        case KernelForm.weight_grad_left:
+        case KernelForm.weight_grad_left | KernelForm.weight_grad_left_into:
             a_RN = rows(N)
-            return lambda: backend.weight_grad(dout, a_RN, plan, gathered=GatheredSide.left), D, N
-        case KernelForm.weight_grad_right:
+            total = torch.zeros(shape.E, D, N, device="cuda") if form.accumulates else None
+            return lambda: backend.weight_grad(dout, a_RN, plan, gathered=GatheredSide.left, into=total), D, N
+        case KernelForm.weight_grad_right | KernelForm.weight_grad_right_into:
             dh_R2N = rows(2 * N)
-            return lambda: backend.weight_grad(dh_R2N, x, plan, gathered=GatheredSide.right), 2 * N, D
+            total = torch.zeros(shape.E, 2 * N, D, device="cuda") if form.accumulates else None
+            return lambda: backend.weight_grad(dh_R2N, x, plan, gathered=GatheredSide.right, into=total), 2 * N, D
 
 
 def measure(form: KernelForm, shape_name: str, layer: Layer) -> list[dict]:
@@ -110,10 +107,7 @@ def measure(form: KernelForm, shape_name: str, layer: Layer) -> list[dict]:
         error = ((result.float() - expected).norm() / expected.norm()).item()
         assert error < 4e-3, f"{form.value} on {shape_name}: {tile} differs from the first candidate by {error:.1e}"
         steps.append((tile, step))
-    times: list[list[float]] = [[] for _ in steps]
-    for _ in range(ROUNDS):
-        for (_, step), measured in zip(steps, times, strict=True):
-            measured.append(_time(step))
+    times = in_turns({str(index): step for index, (_, step) in enumerate(steps)}, ROUNDS, ROUND_MS)
     entries = [
         {
             "arch": ARCH,
@@ -123,23 +117,11 @@ def measure(form: KernelForm, shape_name: str, layer: Layer) -> list[dict]:
             "rows_per_expert": layer.plan.R // layer.plan.E,
             "tile": asdict(tile),
             "shape": shape_name,
-            "ms": round(sorted(measured)[ROUNDS // 2], 4),
+            "ms": round(ms, 4),
         }
-        for (tile, _), measured in zip(steps, times, strict=True)
+        for (tile, _), ms in zip(steps, times.values(), strict=True)
     ]
     return sorted(entries, key=lambda entry: entry["ms"])
-
-
-def _time(step: Callable[[], Tensor]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    total, calls = 0.0, 0
-    while total < ROUND_MS:
-        start.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        total, calls = total + start.elapsed_time(end), calls + 1
-    return total / calls
 
 
 def _question(entry: dict) -> tuple:
@@ -153,7 +135,7 @@ def main() -> None:
     parser.add_argument("--forms", default=",".join(form.value for form in KernelForm))
     parser.add_argument("--json", type=Path, required=True, help="write every measurement here")
     arguments = parser.parse_args()
-    record: dict = {"gpu": torch.cuda.get_device_name(), "date": date.today().isoformat(), "entries": []}
+    record = new_record(entries=[])
     winners = {_question(entry): entry for entry in table_entries()}
     for shape_name in arguments.shapes.split(","):
         layer = make_layer(SHAPES[shape_name], "uniform", seed=1)
@@ -162,7 +144,7 @@ def main() -> None:
             record["entries"] += entries
             winners[_question(entries[0])] = entries[0]
             print(form.value, shape_name, [(e["tile"]["columns"], e["tile"]["stages"], e["ms"]) for e in entries])
-            arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            write_record(record, arguments.json)
         del layer
         torch.cuda.empty_cache()
     lines = ",\n".join(" " + json.dumps(entry) for entry in winners.values())

@@ -16,7 +16,7 @@ from moe_kernels.problem import MoEProblem
 from moe_kernels.reference.ops import ReferenceBackend
 from moe_kernels.routing.plan import RoutingPlan
 from moe_kernels.side import GatheredSide
-from moe_kernels.swiglu import SwiGLUGrads
+from moe_kernels.swiglu import DownGrads
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class KernelUnavailable(RuntimeError):  # noqa: N818 - it names a condition of t
 
 
 class Backend(Protocol):
-    """The five ops. Rows past ``plan.expert_offsets_E1[-1]`` are unused: an op may leave anything in such rows of an
+    """The ops. Rows past ``plan.expert_offsets_E1[-1]`` are unused: an op may leave anything in such rows of an
     output, and must not let such rows of an input reach anything else. Inputs are contiguous, or transposed views of
     contiguous tensors where said. Sums and activations run in fp32 or wider; outputs have the dtype of the inputs.
     """
@@ -55,8 +55,14 @@ class Backend(Protocol):
     def up(self, x_TD: Tensor, w_gate_up: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
         """Return h_R2N = w_gate_up[e] x[token] with columns [gate | up], and a_RN = silu(gate)·up."""
 
+    def up_inference(self, x_TD: Tensor, w_gate_up: Tensor, plan: RoutingPlan) -> Tensor:
+        """Return a_RN alone, as ``up`` does: for a forward that keeps no h."""
+
     def rows_matmul(self, rows_RX: Tensor, w_EXY: Tensor, plan: RoutingPlan) -> Tensor:
         """Return (R, Y), row r being rows[r] @ w[e(r)]. ``w_EXY`` may be a transposed view."""
+
+    def gather_scores(self, score_TE: Tensor, plan: RoutingPlan) -> Tensor:
+        """Return score_R, the score of each row's pair (token, expert)."""
 
     def combine(self, rows_RD: Tensor, score_R: Tensor | None, plan: RoutingPlan) -> Tensor:
         """Return (T, D), each token's rows summed in the order of row_by_token_R, weighted if scores are given.
@@ -66,13 +72,22 @@ class Backend(Protocol):
 
     def down_backward(
         self, dout_TD: Tensor, h_R2N: Tensor, w_down: Tensor, score_R: Tensor, plan: RoutingPlan
-    ) -> SwiGLUGrads:
-        """Return dh_R2N, scaled_a_RN = score·a and dscore_R = ⟨dout[token] w_down[e], a⟩ (in the dtype of scores)."""
+    ) -> DownGrads:
+        """Return dh_R2N, scaled_a_RN = score·a and dscore_TE, ⟨dout[token] w_down[e], a⟩ in the pair's place.
 
-    def weight_grad(self, left: Tensor, right: Tensor, plan: RoutingPlan, *, gathered: GatheredSide) -> Tensor:
+        ``dscore_TE`` has the dtype of the scores; all of it is written, zeros for pairs that are not in the plan.
+        """
+
+    def weight_grad(
+        self, left: Tensor, right: Tensor, plan: RoutingPlan, *, gathered: GatheredSide, into: Tensor | None = None
+    ) -> Tensor:
         """Return (E, X, Y) with Σ over the rows r of expert e of left[r]ᵀ right[r], zeros where it has none.
 
         The gathered side is (T, ·) and read through token_R; the other is (R, ·).
+
+        With ``into`` (E, X, Y), fp32 (fp64 where the backend runs in it), the sums are added to it unrounded and it is
+        returned; an expert without rows adds nothing. Nothing else is allocated. Gradients of many micro-batches then
+        lose nothing to rounding, for 4·E·X·Y bytes that live as long as the accumulation does.
         """
 
 

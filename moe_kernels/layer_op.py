@@ -1,8 +1,12 @@
-"""The expert layer as two opaque operators, forward and backward, written once over a backend's five ops.
+"""The expert layer as opaque operators, one forward and the backward in two halves, written once over a backend's ops.
 
 Opaque and with fakes, so that torch.compile traces through in every dtype; arguments are flat because operators take
 tensors and not plans. What is saved for backward is decided here and is the same for every backend: x, h, the rows'
-scores and the plan, besides the parameters. Argument checks are in api.py.
+scores and the plan, besides the parameters; without ``keeps_h`` the backward computes h again from x. Argument checks
+are in api.py.
+
+Workspaces (a, y, dh, score·a, the rows of dx) come from torch and go at their last use: its caching allocator hands the
+same memory to the next layer, so that they exist once and not once a layer.
 """
 
 from collections.abc import Sequence
@@ -38,14 +42,22 @@ def moe_experts_fwd(
     expert_offsets_E1: Tensor,
     token_offsets_T1: Tensor,
     row_by_token_R: Tensor,
+    keeps_h: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out_TD, h_R2N and score_R; the last two are for the backward only."""
+    """Return out_TD, h_R2N (empty and never written unless ``keeps_h``) and score_R; the last two are for the backward.
+
+    Without ``keeps_h`` the gradients are the same, and cost another up-projection.
+    """
     ops = _backend(backend)
     plan = _plan((token_R, expert_R, expert_offsets_E1, token_offsets_T1, row_by_token_R))
-    score_R = score_TE.flatten().index_select(0, _flat_pairs(plan))
-    h_R2N, a_RN = ops.up(x_TD, w_gate_up, plan)
+    score_R = ops.gather_scores(score_TE, plan)
+    if keeps_h:
+        h_R2N, a_RN = ops.up(x_TD, w_gate_up, plan)
+    else:
+        h_R2N, a_RN = x_TD.new_empty(0), ops.up_inference(x_TD, w_gate_up, plan)
     y_RD = ops.rows_matmul(a_RN, w_down.transpose(1, 2), plan)
+    del a_RN
     return ops.combine(y_RD, score_R, plan), h_R2N, score_R
 
 
@@ -60,10 +72,12 @@ def _(
     expert_offsets_E1: Tensor,
     token_offsets_T1: Tensor,
     row_by_token_R: Tensor,
+    keeps_h: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     R = token_R.shape[0]
-    return x_TD.new_empty(x_TD.shape), x_TD.new_empty(R, w_gate_up.shape[1]), score_TE.new_empty(R)
+    h_R2N = x_TD.new_empty((R, w_gate_up.shape[1]) if keeps_h else (0,))
+    return x_TD.new_empty(x_TD.shape), h_R2N, score_TE.new_empty(R)
 
 
 @torch.library.custom_op("gristmill::moe_experts_bwd", mutates_args=())
@@ -79,27 +93,26 @@ def moe_experts_bwd(
     expert_offsets_E1: Tensor,
     token_offsets_T1: Tensor,
     row_by_token_R: Tensor,
-    needed: Sequence[bool],
+    keeps_h: bool,
+    needs_down: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients in the order of ``ExpertGrads``; those not ``needed`` are empty and not computed."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dh_R2N, dw_down (empty unless ``needs_down``) and dscore_TE: the backward down to h.
+
+    The other half is an operator of its own because a caller's h lives as long as the operator that reads it, and h
+    must be gone before the rows of dx come. Without ``keeps_h``, h is computed again.
+    """
     ops = _backend(backend)
-    needs_x, needs_gate_up, needs_down, needs_score = needed
     plan = _plan((token_R, expert_R, expert_offsets_E1, token_offsets_T1, row_by_token_R))
-    dx_TD, dw_gate_up, dw_down, dscore_TE = (tensor.new_empty(0) for tensor in (x_TD, w_gate_up, w_down, score_R))
+    if not keeps_h:
+        h_R2N = ops.up(x_TD, w_gate_up, plan)[0]  # a goes at once: down_backward makes its own
     dout_TD = dout_TD.contiguous()  # the gradient of a sum is one number expanded: its strides suit no kernel
-    dh_R2N, scaled_a_RN, dscore_R = ops.down_backward(dout_TD, h_R2N, w_down, score_R, plan)
-    if needs_score:
-        dscore_TE = _scatter_dscore(dscore_R, plan)
+    dh_R2N, scaled_a_RN, dscore_TE = ops.down_backward(dout_TD, h_R2N, w_down, score_R, plan)
+    del h_R2N
+    dw_down = w_down.new_empty(0)
     if needs_down:
         dw_down = ops.weight_grad(dout_TD, scaled_a_RN, plan, gathered=GatheredSide.left)
-    del scaled_a_RN, dout_TD
-    # The rows of dx are the largest workspace of the backward: they go before the largest gradient comes.
-    if needs_x:
-        dx_TD = ops.combine(ops.rows_matmul(dh_R2N, w_gate_up, plan), None, plan)
-    if needs_gate_up:
-        dw_gate_up = ops.weight_grad(dh_R2N, x_TD, plan, gathered=GatheredSide.right)
-    return dx_TD, dw_gate_up, dw_down, dscore_TE
+    return dh_R2N, dw_down, dscore_TE
 
 
 @moe_experts_bwd.register_fake
@@ -115,24 +128,66 @@ def _(
     expert_offsets_E1: Tensor,
     token_offsets_T1: Tensor,
     row_by_token_R: Tensor,
+    keeps_h: bool,
+    needs_down: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dh_R2N = x_TD.new_empty(token_R.shape[0], w_gate_up.shape[1])
+    dw_down = w_down.new_empty(w_down.shape if needs_down else (0,))
+    return dh_R2N, dw_down, score_R.new_empty(x_TD.shape[0], w_down.shape[0])
+
+
+@torch.library.custom_op("gristmill::moe_experts_bwd_up", mutates_args=())
+def moe_experts_bwd_up(
+    dh_R2N: Tensor,
+    x_TD: Tensor,
+    w_gate_up: Tensor,
+    token_R: Tensor,
+    expert_R: Tensor,
+    expert_offsets_E1: Tensor,
+    token_offsets_T1: Tensor,
+    row_by_token_R: Tensor,
     needed: Sequence[bool],
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    needs_x, needs_gate_up, needs_down, needs_score = needed
-    T, E = x_TD.shape[0], w_down.shape[0]
+) -> tuple[Tensor, Tensor]:
+    """Return dx_TD and dw_gate_up, the backward from h on; those not ``needed`` are empty and not computed."""
+    ops = _backend(backend)
+    needs_x, needs_gate_up = needed
+    plan = _plan((token_R, expert_R, expert_offsets_E1, token_offsets_T1, row_by_token_R))
+    dx_TD, dw_gate_up = x_TD.new_empty(0), w_gate_up.new_empty(0)
+    # The rows of dx are the largest workspace of the backward: they go before the largest gradient comes.
+    if needs_x:
+        dx_TD = ops.combine(ops.rows_matmul(dh_R2N, w_gate_up, plan), None, plan)
+    if needs_gate_up:
+        dw_gate_up = ops.weight_grad(dh_R2N, x_TD, plan, gathered=GatheredSide.right)
+    return dx_TD, dw_gate_up
+
+
+@moe_experts_bwd_up.register_fake
+def _(
+    dh_R2N: Tensor,
+    x_TD: Tensor,
+    w_gate_up: Tensor,
+    token_R: Tensor,
+    expert_R: Tensor,
+    expert_offsets_E1: Tensor,
+    token_offsets_T1: Tensor,
+    row_by_token_R: Tensor,
+    needed: Sequence[bool],
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    needs_x, needs_gate_up = needed
     return (
         x_TD.new_empty(x_TD.shape if needs_x else (0,)),
         w_gate_up.new_empty(w_gate_up.shape if needs_gate_up else (0,)),
-        w_down.new_empty(w_down.shape if needs_down else (0,)),
-        score_R.new_empty((T, E) if needs_score else (0,)),
     )
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x_TD, w_gate_up, w_down, _, *plan, backend = inputs
+    x_TD, w_gate_up, w_down, _, *plan, keeps_h, backend = inputs
     _, h_R2N, score_R = output
     ctx.save_for_backward(x_TD, w_gate_up, w_down, h_R2N, score_R, *plan)
-    ctx.backend = backend
+    ctx.keeps_h, ctx.backend = keeps_h, backend
     # h and the scores leave the operator only to be saved; without this, zeros the size of h would stand for their
     # gradients.
     ctx.set_materialize_grads(False)
@@ -143,7 +198,19 @@ def _backward(ctx: Any, dout_TD: Tensor | None, *_: Tensor | None) -> tuple[Tens
     num_inputs = len(ctx.needs_input_grad)
     if dout_TD is None or not any(needed):
         return (None,) * num_inputs
-    grads = ExpertGrads(*moe_experts_bwd(dout_TD, *ctx.saved_tensors, list(needed), ctx.backend))
+    x_TD, w_gate_up, w_down, h_R2N, score_R, *plan = ctx.saved_tensors
+    # What is saved would live until this function returns; h is to go after the first half. Does nothing where the
+    # graph is kept. Not in torch's documentation; AOTAutograd's generated code relies on it for the same purpose.
+    ctx.maybe_clear_saved_tensors()
+    dh_R2N, dw_down, dscore_TE = moe_experts_bwd(
+        dout_TD, x_TD, w_gate_up, w_down, h_R2N, score_R, *plan, ctx.keeps_h, needed.w_down, ctx.backend
+    )
+    del h_R2N
+    dx_TD = dw_gate_up = None
+    if needed.x_TD or needed.w_gate_up:
+        needed_up = [needed.x_TD, needed.w_gate_up]
+        dx_TD, dw_gate_up = moe_experts_bwd_up(dh_R2N, x_TD, w_gate_up, *plan, needed_up, ctx.backend)
+    grads = ExpertGrads(x_TD=dx_TD, w_gate_up=dw_gate_up, w_down=dw_down, score_TE=dscore_TE)
     kept = (grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True))
     return (*kept, *(None for _ in range(num_inputs - len(needed))))
 
@@ -167,17 +234,3 @@ def _plan(tensors: _PlanTensors) -> RoutingPlan:
         E=expert_offsets_E1.shape[0] - 1,
         R=token_R.shape[0],
     )
-
-
-def _flat_pairs(plan: RoutingPlan) -> Tensor:
-    """Return the flat (T, E) position of each row's pair; T·E may exceed 32 bits."""
-    return plan.token_R.long() * plan.E + plan.expert_R
-
-
-def _scatter_dscore(dscore_R: Tensor, plan: RoutingPlan) -> Tensor:
-    """Return (T, E) gradients of the scores: the used rows' in their pairs' places, zero everywhere else."""
-    is_used_R = torch.arange(plan.R, device=dscore_R.device) < plan.expert_offsets_E1[-1]
-    dscore_TE = dscore_R.new_zeros(plan.T * plan.E)
-    # Unused rows name the pair (0, 0), which may also be a real one: they add zero to it instead of overwriting it.
-    dscore_TE.index_add_(0, _flat_pairs(plan), torch.where(is_used_R, dscore_R, 0.0))
-    return dscore_TE.view(plan.T, plan.E)

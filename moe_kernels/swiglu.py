@@ -15,6 +15,14 @@ class SwiGLUGrads(NamedTuple):
     dscore_R: Tensor
 
 
+class DownGrads(NamedTuple):
+    """What a backend's ``down_backward`` returns."""
+
+    dh_R2N: Tensor
+    scaled_a_RN: Tensor  # score · SwiGLU(h)
+    dscore_TE: Tensor  # zero for pairs that are not in the plan
+
+
 def swiglu(h_R2N: Tensor) -> Tensor:
     """Return silu(gate)·up (R, N) in the dtype of ``h_R2N``, computed in fp32 or wider."""
     gate_RN, up_RN = _wide(h_R2N).chunk(2, dim=-1)

@@ -140,6 +140,19 @@ def poisoned_memory() -> Iterator[None]:
         filling.fill_uninitialized_memory = was_filling  # type: ignore[attr-defined]
 
 
+@contextmanager
+def saved_for_backward() -> Iterator[dict[int, int]]:
+    """Yield the bytes of every storage, by its address, that autograd saves while it lasts."""
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
 def _assert_same_kind(actual: Tensor, truth: Tensor) -> None:
     assert actual.shape == truth.shape, f"shape {tuple(actual.shape)}, expected {tuple(truth.shape)}"
     assert bool(actual.isfinite().all()), "not finite"

@@ -14,7 +14,6 @@ from moe_kernels.cute.sm90.weight_grad import WeightGrad
 from moe_kernels.cute.tiles import KernelForm
 
 _DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
-_WEIGHT_GRADS = (KernelForm.weight_grad_left, KernelForm.weight_grad_right)
 
 
 def build_kernel(key: KernelKey) -> Any:
@@ -22,7 +21,7 @@ def build_kernel(key: KernelKey) -> Any:
     dtype = _DTYPES[key.dtype]
     shape = {"contraction": key.contraction, "columns": key.columns, "dtype": dtype, "tile": key.tile}
     kernel: Any
-    if key.form in _WEIGHT_GRADS:
+    if key.form.is_weight_grad:
         kernel = WeightGrad(key.form, rows=key.contraction, columns=key.columns, dtype=dtype, tile=key.tile)
     else:
         kernel = GroupedGemm(key.form, **shape)
@@ -53,15 +52,16 @@ def kernel_arguments(key: KernelKey) -> tuple:
             parts = _tensor(cutlass.Float32, R, cute.sym_int32())
             dh, scaled_a, h = _tensor(dtype, R, 2 * Y), _tensor(dtype, R, Y), _tensor(dtype, R, 2 * Y)
             tensors = (dh, scaled_a, parts, h, _tensor(cutlass.Float32, R))
-        case KernelForm.weight_grad_left | KernelForm.weight_grad_right:
-            left_rows, right_rows = (T, R) if key.form is KernelForm.weight_grad_left else (R, T)
-            left, right, grad = _tensor(dtype, left_rows, X), _tensor(dtype, right_rows, Y), _tensor(dtype, E, X, Y)
-            return (left, right, token_R, offsets_E1, grad, *clusters_and_stream)
+        case _ if key.form.is_weight_grad:
+            left_rows, right_rows = (T, R) if key.form.gathers_left else (R, T)
+            grad = _tensor(cutlass.Float32 if key.form.accumulates else dtype, E, X, Y)
+            left, right, counter = _tensor(dtype, left_rows, X), _tensor(dtype, right_rows, Y), _tensor(Int32, 1)
+            return (left, right, token_R, offsets_E1, grad, counter, *clusters_and_stream)
     return (rows, weights, token_R, offsets_E1, tensors, *clusters_and_stream)
 
 
 def _tensor(dtype: type[cutlass.Numeric], *shape: Any) -> Any:
     """Return a stand-in for a contiguous tensor. TMA and 16-byte copies need 16-byte bases; torch's are."""
     order = tuple(reversed(range(len(shape))))
-    align = 16 if len(shape) > 1 and dtype.width == 16 else 4
+    align = 16 if (len(shape) == 2 and dtype.width == 16) or len(shape) == 3 else 4
     return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)

@@ -1,4 +1,4 @@
-"""The five ops on Hopper: CuTe-DSL kernels for the matrix products, Triton for the gather-sum.
+"""The ops on Hopper: CuTe-DSL kernels for the matrix products, Triton for the gather-sum and for scores.
 
 Here are the outputs' allocation and the choice of kernel; the kernels are in sm90/. Importing this needs torch alone.
 """
@@ -14,18 +14,17 @@ from moe_kernels.cute.tiles import TILE_ROWS, KernelForm, TileConfig, choose_til
 from moe_kernels.problem import MoEProblem
 from moe_kernels.routing.plan import RoutingPlan
 from moe_kernels.side import GatheredSide
-from moe_kernels.swiglu import SwiGLUGrads
+from moe_kernels.swiglu import DownGrads
 
 _ARCH = "sm90"
 _CLUSTER = 2
 _WIDTH_MULTIPLE = 8  # elements of 16 bytes, the unit of TMA's strides and of cp.async
-_SMALLEST_WIDTH = 136  # that was run; at D=128, N=64 the gradient of w_down came out as zero on an H200
 
 TileChoice = Callable[[KernelForm, int, int, int], TileConfig]  # (form, contraction, columns, rows per expert)
 
 
 class CuteSm90Backend:
-    """The five ops. Kernels are compiled, or read from disk, when a width is first seen; never for new row counts.
+    """The ops. Kernels are compiled, or read from disk, when a width is first seen; never for new row counts.
 
     ``choose`` picks the tiles, once for each form and pair of widths.
     """
@@ -39,6 +38,7 @@ class CuteSm90Backend:
         self._tiles: dict[tuple, TileConfig] = {}
         self._kernels: dict[tuple, Callable[..., None]] = {}
         self._num_clusters: dict[torch.device, int] = {}
+        self._counters: dict[tuple[torch.device, int], Tensor] = {}
 
     def why_not(self, problem: MoEProblem) -> str | None:
         """Return the first reason why the kernels cannot run ``problem``, or None."""
@@ -49,8 +49,6 @@ class CuteSm90Backend:
         for name, width in (("D", problem.D), ("N", problem.N)):
             if width % _WIDTH_MULTIPLE != 0:
                 return f"{name}={width} is not a multiple of {_WIDTH_MULTIPLE}, and rows must be multiples of 16 bytes"
-            if width < _SMALLEST_WIDTH:
-                return f"{name}={width} is below {_SMALLEST_WIDTH}, and its kernels are not right at small widths"
         for module, package in (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi"), ("triton", "triton")):
             if find_spec(module) is None:
                 return f"{package} is not installed (pip install 'gristmill[cute]')"
@@ -80,6 +78,12 @@ class CuteSm90Backend:
             self._run_rows(KernelForm.rows_matmul_k_major, X, Y, rows_RX, w_EXY.transpose(1, 2), (out_RY,), plan)
         return out_RY
 
+    def gather_scores(self, score_TE: Tensor, plan: RoutingPlan) -> Tensor:
+        """Return score_R, the score of each row's pair."""
+        from moe_kernels.triton.scores import gather_scores  # noqa: PLC0415 - triton is not on every machine
+
+        return gather_scores(score_TE, plan)
+
     def combine(self, rows_RD: Tensor, score_R: Tensor | None, plan: RoutingPlan) -> Tensor:
         """Return (T, D): each token's rows, weighted if scores are given, summed in the order of row_by_token_R."""
         from moe_kernels.triton.combine import combine_rows  # noqa: PLC0415 - triton is not on every machine
@@ -88,26 +92,33 @@ class CuteSm90Backend:
 
     def down_backward(
         self, dout_TD: Tensor, h_R2N: Tensor, w_down: Tensor, score_R: Tensor, plan: RoutingPlan
-    ) -> SwiGLUGrads:
-        """Return dh_R2N, scaled_a_RN and dscore_R, in one kernel but for the sum of dscore over column tiles."""
+    ) -> DownGrads:
+        """Return dh_R2N, scaled_a_RN and dscore_TE: one kernel, and one that sums and scatters dscore's parts."""
+        from moe_kernels.triton.scores import scatter_dscore  # noqa: PLC0415 - triton is not on every machine
+
         D, N = w_down.shape[1:]
         dh_R2N, scaled_a_RN = torch.empty_like(h_R2N), h_R2N.new_empty(plan.R, N)
         tile = self._tile(KernelForm.down_backward, D, N, plan)
-        parts = score_R.new_empty(plan.R, -(-N // tile.columns), dtype=torch.float32)
-        tensors = (dh_R2N, scaled_a_RN, parts, h_R2N, score_R)
+        part_RX = score_R.new_empty(plan.R, -(-N // tile.columns), dtype=torch.float32)
+        tensors = (dh_R2N, scaled_a_RN, part_RX, h_R2N, score_R)
         self._run_rows(KernelForm.down_backward, D, N, dout_TD, w_down, tensors, plan)
-        return SwiGLUGrads(dh_R2N, scaled_a_RN, parts.sum(1) if parts.shape[1] > 1 else parts[:, 0])
+        return DownGrads(dh_R2N, scaled_a_RN, scatter_dscore(part_RX, plan))
 
-    def weight_grad(self, left: Tensor, right: Tensor, plan: RoutingPlan, *, gathered: GatheredSide) -> Tensor:
-        """Return (E, left's width, right's width): Σ over an expert's rows of the outer product of the two sides."""
+    def weight_grad(
+        self, left: Tensor, right: Tensor, plan: RoutingPlan, *, gathered: GatheredSide, into: Tensor | None = None
+    ) -> Tensor:
+        """Return (E, left's width, right's width): Σ over an expert's rows of the outer product of the two sides.
+
+        With ``into`` (fp32, 4 bytes for each of its values) the sums are added to it and it is returned.
+        """
         X, Y = left.shape[1], right.shape[1]
-        grad_EXY = left.new_empty(plan.E, X, Y)
         if plan.R == 0:
-            return grad_EXY.zero_()
-        is_left = gathered is GatheredSide.left
-        form = KernelForm.weight_grad_left if is_left else KernelForm.weight_grad_right
+            return left.new_zeros(plan.E, X, Y) if into is None else into
+        grad_EXY = left.new_empty(plan.E, X, Y) if into is None else into
+        form = KernelForm[f"weight_grad_{gathered.value}{'' if into is None else '_into'}"]
         kernel = self._kernel(form, X, Y, left.dtype, plan)
-        kernel(left, right, plan.token_R, plan.expert_offsets_E1, grad_EXY, self._clusters(left.device))
+        arguments = (left, right, plan.token_R, plan.expert_offsets_E1, grad_EXY)
+        kernel(*arguments, self._counter(left.device), self._clusters(left.device))
         return grad_EXY
 
     def _run_rows(
@@ -148,3 +159,16 @@ class CuteSm90Backend:
             properties = torch.cuda.get_device_properties(device)
             self._num_clusters[device] = properties.multi_processor_count // _CLUSTER
         return self._num_clusters[device]
+
+    def _counter(self, device: torch.device) -> Tensor:
+        """Return a zero (1,) int32 for a kernel that leaves it at zero and runs beside no other that has it.
+
+        A stream's kernels run one after the other, so they share one. A graph may run beside anything: each kernel in
+        it gets its own, which the graph zeroes.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(1, dtype=torch.int32, device=device)
+        key = (device, torch.cuda.current_stream(device).cuda_stream)
+        if key not in self._counters:
+            self._counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+        return self._counters[key]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 TILE_ROWS = 128
 TILE_DEPTH = 64  # contraction elements of a stage: one 128-byte swizzle atom of 16-bit values
@@ -29,11 +30,33 @@ class KernelForm(Enum):
     down_backward = "down_backward"
     weight_grad_left = "weight_grad_left"  # the left side is gathered
     weight_grad_right = "weight_grad_right"
+    weight_grad_left_into = "weight_grad_left_into"  # adds to an fp32 tensor
+    weight_grad_right_into = "weight_grad_right_into"
 
     @property
     def gathers(self) -> bool:
         """Whether an operand is gathered, which takes the producer more registers than TMA does."""
         return self not in (KernelForm.rows_matmul_k_major, KernelForm.rows_matmul_n_major)
+
+    @property
+    def is_weight_grad(self) -> bool:
+        """Whether the contraction runs over rows."""
+        return self.gathers_left or self in (KernelForm.weight_grad_right, KernelForm.weight_grad_right_into)
+
+    @property
+    def gathers_left(self) -> bool:
+        """Whether it is a weight gradient whose left side is gathered."""
+        return self in (KernelForm.weight_grad_left, KernelForm.weight_grad_left_into)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether it adds to an fp32 output instead of writing one."""
+        return self in (KernelForm.weight_grad_left_into, KernelForm.weight_grad_right_into)
+
+    @property
+    def store_bytes(self) -> int:
+        """Bytes of one value of the output."""
+        return 4 if self.accumulates else ELEMENT_BYTES
 
     @property
     def num_stored(self) -> int:
@@ -54,11 +77,16 @@ class TileConfig:
     ping_pong: bool
     stages: int  # of the operand ring
     store_columns: int  # of a sub-tile of the epilogue
+    store_rows: int | None = None  # of a sub-tile; None: all that a warpgroup has
     store_sets: int  # sub-tiles that may wait for their stores at a time
     load_stages: int = 0  # down_backward: sub-tiles of h that are loaded ahead
     producer_registers: int
     consumer_registers: int
     rows: int = TILE_ROWS
+    own_slots: bool = False  # in ping-pong: each warpgroup has epilogue memory of its own
+    depth: int = TILE_DEPTH  # contraction elements of a stage
+    cuts_last_column: bool = False  # a last column tile that is partly padding multiplies fewer columns
+    longest_first: bool = False  # weight gradients: clusters claim units, longest experts first
 
     @property
     def warpgroup_rows(self) -> int:
@@ -67,14 +95,19 @@ class TileConfig:
 
     @property
     def epilogues(self) -> int:
-        """How many warpgroups may be in their epilogue at a time: in ping-pong they share its memory."""
-        return 1 if self.ping_pong else 2
+        """How many warpgroups may be in their epilogue at a time: in ping-pong they may share its memory, in turn."""
+        return 1 if self.ping_pong and not self.own_slots else 2
+
+    @property
+    def row_blocks(self) -> int:
+        """How many sub-tiles lie below each other in the part of the tile that one warpgroup computes."""
+        return self.warpgroup_rows // self.store_rows if self.store_rows else 1
 
 
 def shared_memory_bytes(form: KernelForm, tile: TileConfig) -> int:
     """Return the bytes of shared memory that a block of ``form`` asks for."""
-    operands = tile.stages * (tile.rows + tile.columns) * TILE_DEPTH * ELEMENT_BYTES
-    sub_tile = tile.epilogues * tile.warpgroup_rows * tile.store_columns * ELEMENT_BYTES
+    operands = tile.stages * (tile.rows + tile.columns) * tile.depth * ELEMENT_BYTES
+    sub_tile = tile.epilogues * (tile.warpgroup_rows // tile.row_blocks) * tile.store_columns * form.store_bytes
     stored = tile.store_sets * form.num_stored * sub_tile
     loaded = tile.load_stages * 2 * sub_tile
     return _BARRIER_BYTES + operands + stored + loaded
@@ -97,13 +130,30 @@ def why_invalid(form: KernelForm, tile: TileConfig, arch: str) -> str | None:
     sub_tiles = tile.columns // (form.halves * tile.store_columns)
     if sub_tiles % tile.store_sets != 0:
         return f"store_sets={tile.store_sets} does not divide the {sub_tiles} sub-tiles"
+    if tile.cuts_last_column and (form is KernelForm.down_backward or form.is_weight_grad):
+        return f"{form.value} cannot cut the last column: its accumulators would keep what an earlier tile left there"
+    if tile.store_rows is not None and (form is not KernelForm.down_backward or tile.store_rows != 64):
+        return f"store_rows={tile.store_rows} must be None, or 64 in down_backward"
+    if tile.warpgroup_rows % 64 != 0:
+        return f"gives a warpgroup {tile.warpgroup_rows} rows, and a product has 64"
+    if form.is_weight_grad:
+        gathered = tile.rows if form.gathers_left else tile.columns
+        if gathered not in (64, 128, 256):
+            return f"gathers {gathered} values of a row, which 128 threads cannot share evenly"
+        if tile.depth not in (32, TILE_DEPTH):
+            return f"depth={tile.depth} must be 32 or {TILE_DEPTH}"
+    elif tile.depth != TILE_DEPTH:
+        return f"depth={tile.depth} must be {TILE_DEPTH}: less is for weight gradients, whose operands lie across it"
+    elif tile.longest_first:
+        return "longest_first is for weight gradients"
     if form is KernelForm.down_backward:
         if tile.store_sets < 2:
             return "down_backward needs store_sets >= 2"
+        sub_tiles *= tile.row_blocks
         # With one stage a sub-tile would wait for a load that starts after it. Barriers' parities are constants: a
-        # stage is loaded an even number of times a tile, or in ping-pong, where tiles of the two alternate, any number.
+        # stage is loaded an even number of times a tile, or where tiles of the two alternate in it, any number.
         loads_per_tile, rest = divmod(sub_tiles, max(tile.load_stages, 1))
-        if tile.load_stages < 2 or rest != 0 or (loads_per_tile % 2 != 0 and not tile.ping_pong):
+        if tile.load_stages < 2 or rest != 0 or (loads_per_tile % 2 != 0 and tile.epilogues == 2):
             return f"load_stages={tile.load_stages} must be at least 2 and divide the {sub_tiles} sub-tiles (evenly)"
     return None
 
@@ -118,28 +168,31 @@ def choose_tile(
 
 def rule_for(form: KernelForm, contraction: int, columns: int) -> TileConfig:
     """Return the tile for these widths where no measurement says otherwise (docs/kernels.md has the measurements)."""
-    gather = {"producer_registers": 56, "consumer_registers": 224}
-    load = {"producer_registers": 40, "consumer_registers": 232}
+    gather: dict[str, Any] = {"producer_registers": 56, "consumer_registers": 224}
+    load: dict[str, Any] = {"producer_registers": 40, "consumer_registers": 232}
+    weight_grad: dict[str, Any] = {"ping_pong": False, "longest_first": True, **gather}
     match form:
         case KernelForm.up | KernelForm.up_inference:
-            if contraction >= 4096:  # a long way from epilogue to epilogue: the least traffic wins
-                return TileConfig(columns=256, ping_pong=False, stages=4, store_columns=32, store_sets=1, **gather)
             if columns >= 768:
                 return TileConfig(columns=192, ping_pong=True, stages=5, store_columns=32, store_sets=1, **gather)
+            if contraction >= 4096:  # a long way from epilogue to epilogue: the least traffic wins
+                return TileConfig(columns=256, ping_pong=False, stages=4, store_columns=32, store_sets=1, **gather)
             return TileConfig(columns=128, ping_pong=True, stages=6, store_columns=32, store_sets=1, **gather)
         case KernelForm.rows_matmul_k_major | KernelForm.rows_matmul_n_major:
-            stages = 4 if form is KernelForm.rows_matmul_k_major else 5
-            return TileConfig(columns=192, ping_pong=True, stages=stages, store_columns=64, store_sets=1, **load)
+            return TileConfig(
+                columns=192, ping_pong=True, stages=5, store_columns=64, store_sets=1, cuts_last_column=True, **load
+            )
         case KernelForm.down_backward:
-            return TileConfig(
-                columns=128, ping_pong=True, stages=5, store_columns=32, store_sets=2, load_stages=2, **gather
-            )
+            deep: dict[str, Any] = {"store_columns": 32, "store_rows": 64, "store_sets": 2, "load_stages": 4}
+            return TileConfig(columns=128, ping_pong=True, stages=5, **deep, **gather)
         case KernelForm.weight_grad_left:
-            return TileConfig(columns=256, ping_pong=False, stages=4, store_columns=64, store_sets=2, **gather)
+            return TileConfig(columns=256, stages=4, store_columns=64, store_sets=2, **weight_grad)
         case KernelForm.weight_grad_right:
-            return TileConfig(
-                rows=256, columns=128, ping_pong=False, stages=4, store_columns=64, store_sets=1, **gather
-            )
+            return TileConfig(rows=256, columns=128, stages=4, store_columns=64, store_sets=1, **weight_grad)
+        case KernelForm.weight_grad_left_into:  # values of twice the size: half the columns in as much memory
+            return TileConfig(columns=256, stages=4, store_columns=32, store_sets=2, **weight_grad)
+        case KernelForm.weight_grad_right_into:
+            return TileConfig(rows=256, columns=128, stages=4, store_columns=32, store_sets=1, **weight_grad)
 
 
 def rows_bucket(rows_per_expert: int) -> int:

@@ -1,1 +1,1 @@
-"""The five ops on grouped matrix products of torch: any CPU, any GPU."""
+"""The ops on grouped matrix products of torch: any CPU, any GPU."""

@@ -1,4 +1,4 @@
-"""The five ops with F.grouped_mm, index_select and embedding_bag: any CPU and any GPU, no atomics.
+"""The ops with F.grouped_mm, index_select and embedding_bag: any CPU and any GPU, no atomics.
 
 It materialises the gathered rows that the fused backends never write. The contract of each op is dispatch.Backend's.
 """
@@ -9,14 +9,15 @@ from torch import Tensor
 
 from moe_kernels.problem import MoEProblem
 from moe_kernels.routing.plan import RoutingPlan
+from moe_kernels.scores import gather_scores, scatter_dscore
 from moe_kernels.side import GatheredSide
-from moe_kernels.swiglu import SwiGLUGrads, swiglu, swiglu_backward
+from moe_kernels.swiglu import DownGrads, swiglu, swiglu_backward
 
 _ROW_ALIGNMENT_BYTES = 16  # F.grouped_mm refuses other row strides
 
 
 class PortableBackend:
-    """The five ops on torch's grouped matrix product, which neither reads nor writes rows past the last offset."""
+    """The ops on torch's grouped matrix product, which neither reads nor writes rows past the last offset."""
 
     name = "portable"
     tile_m = 1
@@ -39,9 +40,17 @@ class PortableBackend:
         h_R2N = self.rows_matmul(x_TD.index_select(0, plan.token_R), w_gate_up.transpose(1, 2), plan)
         return h_R2N, swiglu(h_R2N)
 
+    def up_inference(self, x_TD: Tensor, w_gate_up: Tensor, plan: RoutingPlan) -> Tensor:
+        """Return a_RN alone."""
+        return self.up(x_TD, w_gate_up, plan)[1]
+
     def rows_matmul(self, rows_RX: Tensor, w_EXY: Tensor, plan: RoutingPlan) -> Tensor:
         """Return (R, Y): each expert's rows times its matrix."""
         return F.grouped_mm(rows_RX, w_EXY, offs=plan.expert_offsets_E1[1:])
+
+    def gather_scores(self, score_TE: Tensor, plan: RoutingPlan) -> Tensor:
+        """Return score_R, the score of each row's pair."""
+        return gather_scores(score_TE, plan)
 
     def combine(self, rows_RD: Tensor, score_R: Tensor | None, plan: RoutingPlan) -> Tensor:
         """Return (T, D): each token's rows, weighted if scores are given, summed in the order of row_by_token_R."""
@@ -56,15 +65,24 @@ class PortableBackend:
 
     def down_backward(
         self, dout_TD: Tensor, h_R2N: Tensor, w_down: Tensor, score_R: Tensor, plan: RoutingPlan
-    ) -> SwiGLUGrads:
-        """Return dh_R2N, scaled_a_RN and dscore_R from the gathered rows of ``dout_TD``."""
+    ) -> DownGrads:
+        """Return dh_R2N, scaled_a_RN and dscore_TE from the gathered rows of ``dout_TD``."""
         da_RN = self.rows_matmul(dout_TD.index_select(0, plan.token_R), w_down, plan)
-        return swiglu_backward(da_RN, h_R2N, score_R)
+        dh_R2N, scaled_a_RN, dscore_R = swiglu_backward(da_RN, h_R2N, score_R)
+        return DownGrads(dh_R2N, scaled_a_RN, scatter_dscore(dscore_R, plan))
 
-    def weight_grad(self, left: Tensor, right: Tensor, plan: RoutingPlan, *, gathered: GatheredSide) -> Tensor:
-        """Return (E, left's width, right's width): Σ over an expert's rows of the outer product of the two sides."""
+    def weight_grad(
+        self, left: Tensor, right: Tensor, plan: RoutingPlan, *, gathered: GatheredSide, into: Tensor | None = None
+    ) -> Tensor:
+        """Return (E, left's width, right's width): Σ over an expert's rows of the outer product of the two sides.
+
+        With ``into`` (fp32, 4 bytes for each of its values) the sums are added to it and it is returned.
+        """
         if gathered is GatheredSide.left:
             left = left.index_select(0, plan.token_R)
         else:
             right = right.index_select(0, plan.token_R)
-        return F.grouped_mm(left.t(), right, offs=plan.expert_offsets_E1[1:])
+        if into is None:
+            return F.grouped_mm(left.t(), right, offs=plan.expert_offsets_E1[1:])
+        # The products' dtype is the operands': to keep them unrounded, the rows are widened.
+        return into.add_(F.grouped_mm(left.to(into.dtype).t(), right.to(into.dtype), offs=plan.expert_offsets_E1[1:]))

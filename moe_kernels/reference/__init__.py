@@ -1,1 +1,1 @@
-"""Slow and right: the loop over experts that is ground truth, and the five ops in plain torch."""
+"""Slow and right: the loop over experts that is ground truth, and the ops in plain torch."""

@@ -1,4 +1,4 @@
-"""The five ops as loops over experts in plain torch: the twin that every backend is tested against.
+"""The ops as loops over experts in plain torch: the twin that every backend is tested against.
 
 Any dtype, fp64 included, and any device; waits for the device. The contract of each op is dispatch.Backend's.
 """
@@ -8,12 +8,13 @@ from torch import Tensor
 
 from moe_kernels.problem import MoEProblem
 from moe_kernels.routing.plan import RoutingPlan
+from moe_kernels.scores import gather_scores, scatter_dscore
 from moe_kernels.side import GatheredSide
-from moe_kernels.swiglu import SwiGLUGrads, swiglu, swiglu_backward
+from moe_kernels.swiglu import DownGrads, swiglu, swiglu_backward
 
 
 class ReferenceBackend:
-    """The five ops, slow and right. Unused rows of every output are left uninitialised, as in the fast backends."""
+    """The ops, slow and right. Unused rows of every output are left uninitialised, as in the fast backends."""
 
     name = "reference"
     tile_m = 1
@@ -31,12 +32,20 @@ class ReferenceBackend:
             a_RN[rows] = swiglu(h_R2N[rows])
         return h_R2N, a_RN
 
+    def up_inference(self, x_TD: Tensor, w_gate_up: Tensor, plan: RoutingPlan) -> Tensor:
+        """Return a_RN alone."""
+        return self.up(x_TD, w_gate_up, plan)[1]
+
     def rows_matmul(self, rows_RX: Tensor, w_EXY: Tensor, plan: RoutingPlan) -> Tensor:
         """Return (R, Y): each expert's rows times its matrix."""
         out_RY = rows_RX.new_empty(plan.R, w_EXY.shape[2])
         for expert, rows in _expert_rows(plan):
             out_RY[rows] = rows_RX[rows] @ w_EXY[expert]
         return out_RY
+
+    def gather_scores(self, score_TE: Tensor, plan: RoutingPlan) -> Tensor:
+        """Return score_R, the score of each row's pair."""
+        return gather_scores(score_TE, plan)
 
     def combine(self, rows_RD: Tensor, score_R: Tensor | None, plan: RoutingPlan) -> Tensor:
         """Return (T, D): each token's rows, weighted if scores are given, summed in the order of row_by_token_R."""
@@ -51,23 +60,28 @@ class ReferenceBackend:
 
     def down_backward(
         self, dout_TD: Tensor, h_R2N: Tensor, w_down: Tensor, score_R: Tensor, plan: RoutingPlan
-    ) -> SwiGLUGrads:
-        """Return dh_R2N, scaled_a_RN and dscore_R from the gathered rows of ``dout_TD``."""
+    ) -> DownGrads:
+        """Return dh_R2N, scaled_a_RN and dscore_TE from the gathered rows of ``dout_TD``."""
         dh_R2N, scaled_a_RN = torch.empty_like(h_R2N), h_R2N.new_empty(plan.R, w_down.shape[2])
         dscore_R = torch.empty_like(score_R)
         for expert, rows in _expert_rows(plan):
             da = dout_TD[plan.token_R[rows].long()] @ w_down[expert]
             dh_R2N[rows], scaled_a_RN[rows], dscore_R[rows] = swiglu_backward(da, h_R2N[rows], score_R[rows])
-        return SwiGLUGrads(dh_R2N, scaled_a_RN, dscore_R)
+        return DownGrads(dh_R2N, scaled_a_RN, scatter_dscore(dscore_R, plan))
 
-    def weight_grad(self, left: Tensor, right: Tensor, plan: RoutingPlan, *, gathered: GatheredSide) -> Tensor:
-        """Return (E, left's width, right's width): Σ over an expert's rows of the outer product of the two sides."""
-        grad = left.new_empty(plan.E, left.shape[1], right.shape[1])
+    def weight_grad(
+        self, left: Tensor, right: Tensor, plan: RoutingPlan, *, gathered: GatheredSide, into: Tensor | None = None
+    ) -> Tensor:
+        """Return (E, left's width, right's width): Σ over an expert's rows of the outer product of the two sides.
+
+        With ``into`` (fp32, 4 bytes for each of its values) the sums are added to it and it is returned.
+        """
+        grad = left.new_zeros(plan.E, left.shape[1], right.shape[1]) if into is None else into
         for expert, rows in _expert_rows(plan):
             token = plan.token_R[rows].long()
             left_rows = left[token] if gathered is GatheredSide.left else left[rows]
             right_rows = right[token] if gathered is GatheredSide.right else right[rows]
-            grad[expert] = left_rows.t() @ right_rows
+            grad[expert] += left_rows.to(grad.dtype).t() @ right_rows.to(grad.dtype)
         return grad
 
 

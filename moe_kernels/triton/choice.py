@@ -96,14 +96,14 @@ def ordered_bits(value):
 @triton.jit
 def top_k_of(value_CW, expert_W, E, K, WIDTH: tl.constexpr):
     """Return the mask of each row's K highest values among the first E, ties to the lower column."""
-    is_expert = (expert_W < E)[None, :]
-    # Distinct keys, value above column: one maximum after another, none of them ambiguous.
-    key_CW = ordered_bits(value_CW).to(tl.int64) * 4294967296 + (WIDTH - 1 - expert_W)[None, :]
-    lowest = -9223372036854775808
-    key_CW = tl.where(is_expert, key_CW, lowest)
+    lowest = -2147483648
+    key_CW = tl.where((expert_W < E)[None, :], tl.maximum(ordered_bits(value_CW), lowest + 1), lowest)
     for _ in range(K):
-        key_CW = tl.where(key_CW == tl.max(key_CW, axis=1)[:, None], lowest, key_CW)
-    return is_expert & (key_CW == lowest)
+        # Two reductions of 32 bits: where a row lies in one warp, each is one instruction.
+        is_best = key_CW == tl.max(key_CW, axis=1)[:, None]
+        first_C = tl.min(tl.where(is_best, expert_W[None, :], WIDTH), axis=1)
+        key_CW = tl.where(expert_W[None, :] == first_C[:, None], lowest, key_CW)
+    return (expert_W < E)[None, :] & (key_CW == lowest)
 
 
 @triton.jit

@@ -14,10 +14,14 @@ import triton
 from torch import Tensor
 
 from moe_kernels.triton.choice import block_of
-from moe_kernels.triton.router_kernels import add_shares_kernel, backward_kernel, forward_kernel
+from moe_kernels.triton.router_kernels import add_shares_kernel, backward_kernel, forward_kernel, split_kernel
 
+_CHUNKS = 4  # chunks of tokens of one program: each program ends with sums over its tokens, which cost as much as one
+_REGISTERS = 128  # of a thread: 16 warps on a multiprocessor hide more than the few values that do not fit cost
 _SHARES = 64  # shares of sums that are added at a time
 _EXPERTS = 32  # columns of sums in one program: one line of memory
+_ALL_SHARES = 1024
+_SPLIT_AT_A_TIME = 2048
 
 RouterTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -79,7 +83,7 @@ def _weigh_and_choose(
     transposed: bool,
 ) -> RouterTensors:
     logits_TE = logits_TE.contiguous()
-    outputs = _empty(logits_TE, bias_E, K, num_sequences, sigmoid, normalize, scale, transposed)
+    outputs = _empty(logits_TE, num_sequences, transposed)
     routed = RoutedTensors(*outputs)
     (T, E), device = logits_TE.shape, logits_TE.device
     if T == 0:
@@ -87,11 +91,14 @@ def _weigh_and_choose(
             output.zero_()
         return outputs
     block = block_of(E)
-    tokens = T // num_sequences
-    num_shares = triton.cdiv(tokens, block.chunk)  # of one sequence
-    prob_share_PE = torch.empty(num_sequences * num_shares, E, dtype=torch.float32, device=device)
-    count_share_PE = torch.empty(num_sequences * num_shares, E, dtype=torch.int32, device=device)
-    share_P3 = torch.empty(num_sequences * num_shares, 3, dtype=torch.float32, device=device)
+    tokens, share_tokens = T // num_sequences, _CHUNKS * block.chunk
+    num_shares = triton.cdiv(tokens, share_tokens)  # of one sequence
+    all_shares = num_shares * num_sequences
+    shares = (
+        torch.empty(all_shares, E, dtype=torch.float32, device=device),
+        torch.empty(all_shares, E, dtype=torch.int32, device=device),
+        torch.empty(3, all_shares, dtype=torch.float32, device=device),
+    )
     forward_kernel[(num_shares, num_sequences)](
         logits_TE,
         logits_TE if bias_E is None else bias_E.contiguous(),
@@ -99,11 +106,10 @@ def _weigh_and_choose(
         routed.top_k_mask_TE.view(torch.int8),
         routed.prob_ET,
         routed.top_k_mask_ET.view(torch.int8),
-        prob_share_PE,
-        count_share_PE,
-        share_P3,
+        *shares,
         T,
         tokens,
+        share_tokens,
         E,
         K,
         scale,
@@ -114,11 +120,10 @@ def _weigh_and_choose(
         WIDTH=block.width,
         CHUNK=block.chunk,
         num_warps=block.num_warps,
+        maxnreg=_REGISTERS if E % 16 == 0 else None,  # lines of other lengths take more addresses than fit
     )
     add_shares_kernel[(triton.cdiv(E, _EXPERTS), num_sequences)](
-        prob_share_PE,
-        count_share_PE,
-        share_P3,
+        *shares,
         routed.prob_sum_BE,
         routed.top_k_count_BE,
         routed.z_sum,
@@ -126,25 +131,17 @@ def _weigh_and_choose(
         routed.logit_max,
         E,
         num_shares,
-        num_sequences * num_shares,
+        all_shares,
         SHARES=_SHARES,
         EXPERTS=_EXPERTS,
+        ALL_SHARES=_ALL_SHARES,
         num_warps=4,
     )
     return outputs
 
 
-@_weigh_and_choose.register_fake
-def _empty(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    K: int,
-    num_sequences: int,
-    sigmoid: bool,
-    normalize: bool,
-    scale: float,
-    transposed: bool,
-) -> RouterTensors:
+def _empty(logits_TE: Tensor, num_sequences: int, transposed: bool) -> RouterTensors:
+    """Return the tensors of ``RoutedTensors``, uninitialised."""
     T, E = logits_TE.shape
     transposed_shape = (E, T) if transposed else (0, 0)
     return (
@@ -158,6 +155,11 @@ def _empty(
         logits_TE.new_empty((), dtype=torch.float32),
         logits_TE.new_empty((), dtype=torch.float32),
     )
+
+
+@_weigh_and_choose.register_fake
+def _(logits_TE, bias_E, K, num_sequences, *form) -> RouterTensors:
+    return _empty(logits_TE, num_sequences, transposed=form[-1])
 
 
 @torch.library.custom_op("gristmill::weigh_and_choose_bwd", mutates_args=())
@@ -179,12 +181,12 @@ def _weigh_and_choose_bwd(
         return dlogits_TE
     block = block_of(E)
     tokens = T // num_sequences
+    mask_TE = None if top_k_mask_TE is None else top_k_mask_TE.view(torch.int8)
+    # An argument that the kernel does not read still needs an address.
+    pulls = [logits_TE if given is None else given.contiguous() for given in (mask_TE, dscore_TE, dprob_sum_BE, dz_sum)]
     backward_kernel[(triton.cdiv(tokens, block.chunk), num_sequences)](
         logits_TE,
-        logits_TE if top_k_mask_TE is None else top_k_mask_TE.contiguous().view(torch.int8),
-        logits_TE if dscore_TE is None else dscore_TE.contiguous(),
-        logits_TE if dprob_sum_BE is None else dprob_sum_BE.contiguous(),
-        logits_TE if dz_sum is None else dz_sum,
+        *pulls,
         dlogits_TE,
         tokens,
         E,
@@ -202,16 +204,7 @@ def _weigh_and_choose_bwd(
 
 
 @_weigh_and_choose_bwd.register_fake
-def _(
-    logits_TE: Tensor,
-    top_k_mask_TE: Tensor | None,
-    dscore_TE: Tensor | None,
-    dprob_sum_BE: Tensor | None,
-    dz_sum: Tensor | None,
-    num_sequences: int,
-    sigmoid: bool,
-    scale: float,
-) -> Tensor:
+def _(logits_TE, *_) -> Tensor:
     return logits_TE.new_empty(logits_TE.shape)
 
 
@@ -233,3 +226,21 @@ def _to_logits(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 _weigh_and_choose.register_autograd(_to_logits, setup_context=_save_for_backward)
+
+
+@torch.library.custom_op("gristmill::split_bf16", mutates_args=())
+def split_bf16(wide_TE: Tensor) -> Tensor:
+    """Return bf16 (T, 2E): fp32 ``wide_TE`` rounded, and beside it what the rounding left, rounded in turn."""
+    wide_TE = wide_TE.contiguous()
+    T, E = wide_TE.shape
+    both_T2E = wide_TE.new_empty((T, 2 * E), dtype=torch.bfloat16)
+    if T > 0:
+        num_blocks = triton.cdiv(T * E, _SPLIT_AT_A_TIME)
+        split_kernel[(num_blocks,)](wide_TE, both_T2E, T * E, E, BLOCK=_SPLIT_AT_A_TIME, num_warps=4)
+    return both_T2E
+
+
+@split_bf16.register_fake
+def _(wide_TE) -> Tensor:
+    T, E = wide_TE.shape
+    return wide_TE.new_empty((T, 2 * E), dtype=torch.bfloat16)

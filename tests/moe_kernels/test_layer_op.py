@@ -1,12 +1,13 @@
-"""The layer op: gradients by finite differences, what it saves, what it does not compute, and that it compiles."""
+"""The layer op: gradients by finite differences, what it does not compute, and that it compiles.
+
+What it keeps for the backward, and computes again: test_kept_for_backward.py.
+"""
 
 from collections import Counter
 from itertools import product
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from moe_kernels import (
     BackendName,
@@ -19,8 +20,6 @@ from moe_kernels import (
     route_token_rounding,
     route_top_k,
 )
-from moe_kernels.dispatch import BACKENDS
-from moe_kernels.reference.ops import ReferenceBackend
 from moe_kernels.testing import random_layer, random_probs
 
 ROUTINGS = {
@@ -59,102 +58,36 @@ def test_gradients_are_finite_differences_from_logits_to_output(routing, normali
     assert torch.autograd.gradcheck(layer, arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_saves_x_h_scores_and_plan_besides_the_parameters(dtype):
-    T, D, N, E = 40, 16, 8, 4
-    prob_TE = random_probs(T, E, seed=0)
-    plan = route_token_rounding(prob_TE, 2, tile_m=8, rounding=Rounding.nearest).plan
-    backend = backend_for(BackendName.portable, D=D, N=N, dtype=dtype)
-    tensors = random_layer(prob_TE, D=D, N=N, dtype=dtype, seed=0)
-    saved = {}
-
-    def pack(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out_TD = moe_experts(*tensors, plan, backend=backend)
-    assert out_TD.grad_fn is not None
-    for weight in (tensors.w_gate_up, tensors.w_down):
-        assert saved.pop(weight.untyped_storage().data_ptr()) == weight.nbytes
-    R, size = plan.R, dtype.itemsize
-    activations = T * D * size + R * 2 * N * size + R * 4  # x, h, scores
-    assert sum(saved.values()) == activations + 4 * (3 * R + (E + 1) + (T + 1))
-
-
-def test_backward_allocates_nothing_the_size_of_h_outside_the_operator():
-    prob_TE = random_probs(20, 4, seed=0)
-    plan = route_top_k(prob_TE, 2).plan
-    tensors = random_layer(prob_TE, D=8, N=5, dtype=torch.float32, seed=0)
-    out_TD = moe_experts(*tensors, plan, backend=backend_for(BackendName.reference, D=8, N=5, dtype=torch.float32))
-    shapes = []
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if func is not torch.ops.aten.detach.default:  # saved outputs are unpacked as views
-                shapes.extend(tuple(value.shape) for value in tree_leaves(result) if isinstance(value, torch.Tensor))
-            return result
-
-    with Record():
-        torch.autograd.grad(out_TD, tensors, torch.ones(20, 8))
-    assert (4, 10, 8) in shapes  # dw_gate_up: the operator was seen
-    assert (plan.R, 10) not in shapes
-
-
-class CountingBackend(ReferenceBackend):
-    """The reference ops, counted, and strict about the layout of what they are given."""
-
-    def __init__(self):
-        self.calls = Counter()
-
-    def __getattribute__(self, name):
-        op = super().__getattribute__(name)
-        if name not in ("up", "rows_matmul", "combine", "down_backward", "weight_grad"):
-            return op
-
-        def counted(*args, **kwargs):
-            self.calls[name] += 1
-            for argument in args:
-                if isinstance(argument, torch.Tensor):
-                    is_matrix_of_experts = name == "rows_matmul" and argument.dim() == 3
-                    assert argument.is_contiguous() or (is_matrix_of_experts and argument.mT.is_contiguous())
-            return op(*args, **kwargs)
-
-        return counted
-
-
-def test_ops_are_given_contiguous_tensors(monkeypatch):
-    counting = CountingBackend()
-    monkeypatch.setitem(BACKENDS, BackendName.reference, counting)
+def test_ops_are_given_contiguous_tensors(counting):
     prob_TE = random_probs(20, 4, seed=0)
     tensors = random_layer(prob_TE, D=8, N=4, dtype=torch.float32, seed=0)
-    columns_first = tensors.x_TD.detach().t().contiguous().t().requires_grad_()
-    out_TD = moe_experts(columns_first, *tensors[1:], route_top_k(prob_TE, 2).plan, backend=counting)
-    out_TD.sum().backward()
-    assert counting.calls.total() == 3 + 5
+    x_TD, score_TE = (t.detach().t().contiguous().t().requires_grad_() for t in (tensors.x_TD, tensors.score_TE))
+    plan = route_top_k(prob_TE, 2).plan
+    moe_experts(x_TD, *tensors[1:3], score_TE, plan, backend=counting).sum().backward()
+    assert counting.calls.total() == 4 + 5
 
 
 @pytest.mark.parametrize("needed", list(product([False, True], repeat=4)))
-def test_gradients_that_are_not_needed_are_not_computed(needed, monkeypatch):
-    counting = CountingBackend()
-    monkeypatch.setitem(BACKENDS, BackendName.reference, counting)
+@pytest.mark.parametrize("recompute_h", [False, True])
+def test_gradients_that_are_not_needed_are_not_computed(needed, recompute_h, counting):
     prob_TE = random_probs(20, 4, seed=0)
     plan = route_top_k(prob_TE, 2).plan
     everything = random_layer(prob_TE, D=8, N=4, dtype=torch.float32, seed=0)
     out_TD = moe_experts(*everything, plan, backend=counting)
     expected = torch.autograd.grad(out_TD.square().sum(), everything)
     tensors = [tensor.detach().requires_grad_(is_needed) for tensor, is_needed in zip(everything, needed, strict=True)]
-    out_TD = moe_experts(*tensors, plan, backend=counting)
+    counting.calls.clear()
+    out_TD = moe_experts(*tensors, plan, backend=counting, recompute_h=recompute_h)
     assert out_TD.requires_grad is any(needed)
+    assert counting.calls == counting.forward_calls(writes_h=any(needed) and not recompute_h)
     if not any(needed):
         return
     counting.calls.clear()
     out_TD.square().sum().backward()
     needs_x, needs_gate_up, needs_down, _ = needed
-    assert counting.calls == Counter(
-        down_backward=1, weight_grad=needs_gate_up + needs_down, rows_matmul=int(needs_x), combine=int(needs_x)
-    )
+    weight_grads = needs_gate_up + needs_down
+    expected_calls = {"down_backward": 1, "weight_grad": weight_grads, "rows_matmul": needs_x, "combine": needs_x}
+    assert +counting.calls == +Counter(**expected_calls, up=recompute_h)
     for tensor, is_needed, gradient in zip(tensors, needed, expected, strict=True):
         assert torch.equal(tensor.grad, gradient) if is_needed else tensor.grad is None
 
@@ -179,20 +112,21 @@ def test_a_second_derivative_is_refused():
         dx_TD.sum().backward()
 
 
-def routed_layer(rounding, backend):
+def routed_layer(rounding, backend, recompute_h):
     def layer(x_TD, w_router, w_gate_up, w_down, seed):
         prob_TE = (x_TD.float() @ w_router.float().t()).softmax(-1)
         route = route_token_rounding(prob_TE, 2, tile_m=8, rounding=rounding, seed=seed)
-        return moe_experts(x_TD, w_gate_up, w_down, prob_TE, route.plan, backend=backend), route.keep_TE
+        out_TD = moe_experts(x_TD, w_gate_up, w_down, prob_TE, route.plan, backend=backend, recompute_h=recompute_h)
+        return out_TD, route.keep_TE
 
     return layer
 
 
-def compiled_against_eager(compiler, dtype, rounding, seeds):
+def compiled_against_eager(compiler, dtype, rounding, seeds, recompute_h=False):
     torch._dynamo.reset()
     T, D, N, E = 70, 16, 16, 8
     backend = backend_for(BackendName.portable, D=D, N=N, dtype=dtype)
-    layer = routed_layer(rounding, backend)
+    layer = routed_layer(rounding, backend, recompute_h)
     compiled = torch.compile(layer, fullgraph=True, backend=compiler)
     tensors = random_layer(random_probs(T, E, seed=0), D=D, N=N, dtype=dtype, seed=0)
     w_router = torch.randn(E, D, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
@@ -213,7 +147,8 @@ def compiled_against_eager(compiler, dtype, rounding, seeds):
     ("dtype", "rounding"), [(torch.bfloat16, Rounding.nearest), *((torch.float32, rule) for rule in Rounding)]
 )
 def test_routing_and_layer_trace_into_one_graph(dtype, rounding):
-    for actual, expected in compiled_against_eager("aot_eager", dtype, rounding, seeds=(1, 2)):
+    recompute_h = rounding is Rounding.up
+    for actual, expected in compiled_against_eager("aot_eager", dtype, rounding, (1, 2), recompute_h):
         assert torch.equal(actual, expected)
 
 
@@ -237,16 +172,23 @@ def test_operators_pass_torchs_own_checks():
         plan.token_offsets_T1,
         plan.row_by_token_R,
     )
-    torch.library.opcheck(
-        torch.ops.gristmill.moe_experts_fwd.default,
-        (*tensors, *plan_tensors, "reference"),
-        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-    )
     x_TD, w_gate_up, w_down, _ = (tensor.detach() for tensor in tensors)
     h_R2N, score_R = torch.randn(plan.R, 8), torch.rand(plan.R)
-    for needed in ([True] * 4, [False, True, False, True], [True, False, True, False]):
+    for keeps_h in (True, False):
+        torch.library.opcheck(
+            torch.ops.gristmill.moe_experts_fwd.default,
+            (*tensors, *plan_tensors, keeps_h, "reference"),
+            test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+        )
+        h = h_R2N if keeps_h else torch.empty(0)
         torch.library.opcheck(
             torch.ops.gristmill.moe_experts_bwd.default,
-            (x_TD, x_TD, w_gate_up, w_down, h_R2N, score_R, *plan_tensors, needed, "reference"),
+            (x_TD, x_TD, w_gate_up, w_down, h, score_R, *plan_tensors, keeps_h, not keeps_h, "reference"),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+    for needed in ([True, True], [False, True], [True, False]):
+        torch.library.opcheck(
+            torch.ops.gristmill.moe_experts_bwd_up.default,
+            (h_R2N, x_TD, w_gate_up, *plan_tensors, needed, "reference"),
             test_utils=("test_schema", "test_faketensor"),
         )

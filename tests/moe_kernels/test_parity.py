@@ -173,7 +173,8 @@ def test_each_op_is_its_reference_twin(case, name):
     used = int(plan.expert_offsets_E1[-1])
     tensors = random_layer(case.prob_TE, D=D, N=N, dtype=torch.float32, seed=1)
     x_TD, w_gate_up, w_down, score_TE = (tensor.detach() for tensor in tensors)
-    score_R, dout_TD = score_TE[plan.token_R, plan.expert_R], dout_of(case, torch.float32)
+    score_R, dout_TD = twin.gather_scores(score_TE, plan), dout_of(case, torch.float32)
+    assert torch.equal(score_R[:used], score_TE[plan.token_R, plan.expert_R][:used])
     h_R2N, a_RN = twin.up(x_TD, w_gate_up, plan)
     h_R2N[used:], a_RN[used:] = float("nan"), float("nan")
     y_RD = twin.rows_matmul(a_RN, w_down.transpose(1, 2), plan)
@@ -184,12 +185,17 @@ def test_each_op_is_its_reference_twin(case, name):
             assert_norm_close(rows[:used], expected_rows[:used], FP32)
 
     assert_same_rows(ops.up(x_TD, w_gate_up, plan), twin.up(x_TD, w_gate_up, plan))
+    assert_same_rows([ops.up_inference(x_TD, w_gate_up, plan)], [twin.up(x_TD, w_gate_up, plan)[1]])
+    assert_same_rows([ops.gather_scores(score_TE, plan)], [score_R])
     assert_same_rows([ops.rows_matmul(a_RN, w_down.transpose(1, 2), plan)], [y_RD])
     assert_same_rows([ops.rows_matmul(h_R2N, w_gate_up, plan)], [twin.rows_matmul(h_R2N, w_gate_up, plan)])
     for scores in (score_R, None):
         assert_norm_close(ops.combine(y_RD, scores, plan), twin.combine(y_RD, scores, plan), FP32)
     arguments = (dout_TD, h_R2N, w_down, score_R, plan)
-    assert_same_rows(ops.down_backward(*arguments), twin.down_backward(*arguments))
+    actual, expected = ops.down_backward(*arguments), twin.down_backward(*arguments)
+    assert_same_rows(actual[:2], expected[:2])
+    assert_norm_close(actual.dscore_TE, expected.dscore_TE, FP32)
+    assert torch.equal(actual.dscore_TE != 0, case.routing.keep_TE)
     for left, right, gathered in ((dout_TD, a_RN, GatheredSide.left), (h_R2N, x_TD, GatheredSide.right)):
         actual, expected = (side.weight_grad(left, right, plan, gathered=gathered) for side in (ops, twin))
         assert_norm_close(actual, expected, FP32)

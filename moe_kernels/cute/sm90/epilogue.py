@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, const_expr, cute
-from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu import CopyUniversalOp, cpasync
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
 from cutlass.tensor_utils import LayoutEnum
 
@@ -56,7 +56,7 @@ class StoreEpilogue:
         self.dtype, self.tile, self.column_tiles = dtype, tile, column_tiles
         self.columns = tile.columns // halves  # of the output
         self.sub_tiles = self.columns // tile.store_columns
-        self.box = (tile.warpgroup_rows, tile.store_columns)
+        self.box = (tile.warpgroup_rows // tile.row_blocks, tile.store_columns)
 
     # ---- host
 
@@ -120,18 +120,19 @@ class StoreEpilogue:
     @cute.jit
     def finish_tile(self, state, acc, first_row, end_row, column):
         """Turn ``acc`` into outputs. Rows from ``end_row`` on, and columns past the last, are not stored."""
-        if const_expr(self.tile.ping_pong):
+        if const_expr(self.tile.epilogues == 1):
             cute.arch.barrier(barrier_id=_TURN + state.consumer, number_of_threads=2 * _WARPGROUP)
         self._store_tile(state, acc, first_row, end_row, column)
-        if const_expr(self.tile.ping_pong):
+        if const_expr(self.tile.epilogues == 1):
             if state.is_store_warp:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.give_turn(state.consumer)
 
     @cute.jit
     def give_turn(self, consumer):
-        """Let the other warpgroup use the slots. In ping-pong; the second does so once at the start."""
-        cute.arch.barrier_arrive(barrier_id=_TURN + 1 - consumer, number_of_threads=2 * _WARPGROUP)
+        """Let the other warpgroup use the slots, if they are shared; the second does so once at the start."""
+        if const_expr(self.tile.epilogues == 1):
+            cute.arch.barrier_arrive(barrier_id=_TURN + 1 - consumer, number_of_threads=2 * _WARPGROUP)
 
     @cute.jit
     def _store_tile(self, state, acc, first_row, end_row, column):
@@ -203,12 +204,15 @@ class StoreEpilogue:
     def _store(self, view, slots, slot, where, column, half=None):
         """Store one slot at sub-tile ``column``; ``half`` picks gate or up where the view has both. The store warp."""
         row, end_row = where
+        # By offset, not by tile: where all columns fit one box, the mode of tiles has size 1 and CuTe drops its index,
+        # so that sub-tiles past the last column would be stored over the first instead of being clipped.
+        first_column = column * self.tile.store_columns
         if const_expr(half is None):
-            tensor = cute.domain_offset((row, 0, 0), view.tensor)
-            gOut = cute.local_tile(tensor, self.box, (0, column, end_row))
+            tensor = cute.domain_offset((row, first_column, 0), view.tensor)
+            gOut = cute.local_tile(tensor, self.box, (0, 0, end_row))
         else:
-            tensor = cute.domain_offset((row, 0, 0, 0), view.tensor)
-            gOut = cute.local_tile(tensor, self.box, (0, column, half, end_row))
+            tensor = cute.domain_offset((row, first_column, 0, 0), view.tensor)
+            gOut = cute.local_tile(tensor, self.box, (0, 0, half, end_row))
         src, dst = cpasync.tma_partition(
             view.atom, 0, cute.make_layout(1), cute.group_modes(slots, 0, 2), cute.group_modes(gOut, 0, 2)
         )
@@ -266,8 +270,13 @@ class SwiGLUBackwardEpilogue(StoreEpilogue):
     """Turns da/score into dh, score·a and a part of dscore, from h that TMA loads meanwhile: down_backward.
 
     dh is written over h in shared memory: a thread reads and writes the same places. Each column tile writes its own
-    column of dscore's parts, so that their sum has one order.
+    column of dscore's parts, so that their sum has one order. Sub-tiles of half the rows leave memory for the ring;
+    of one's columns they come one after the other.
     """
+
+    def __init__(self, *, dtype: type[cutlass.Numeric], tile: TileConfig, column_tiles: int) -> None:
+        super().__init__(dtype=dtype, tile=tile, column_tiles=column_tiles)
+        self.steps = self.sub_tiles * tile.row_blocks
 
     def views(self, tensors: tuple[cute.Tensor, ...]) -> tuple:
         """Return the stores of score·a and dh, the load of h, and the scores and dscore's parts as they are."""
@@ -285,7 +294,7 @@ class SwiGLUBackwardEpilogue(StoreEpilogue):
     @cute.jit
     def begin_tile(self, state, first_row, end_row, column):
         """Load h's first sub-tiles while the products run, if their slots are this warpgroup's own."""
-        if const_expr(not self.tile.ping_pong):
+        if const_expr(self.tile.epilogues == 2):
             if state.is_store_warp:
                 self._load_first(state, first_row, column)
 
@@ -297,15 +306,21 @@ class SwiGLUBackwardEpilogue(StoreEpilogue):
             self._load_h(state, first_row, column, s)
 
     def _load_phase(self, state, s):
-        """Return the parity of sub-tile ``s``'s load. In ping-pong the two warpgroups share the barriers, in turn."""
-        loads_per_tile = self.sub_tiles // self.tile.load_stages
+        """Return the parity of sub-tile ``s``'s load. With slots in turn, the two warpgroups' loads alternate."""
+        loads_per_tile = self.steps // self.tile.load_stages
         if loads_per_tile % 2 == 0:
             return (s // self.tile.load_stages) % 2
         return (state.consumer + s // self.tile.load_stages) % 2
 
+    def _place(self, column, s):
+        """Return which sub-tile of columns, in the whole output, and which block of rows ``s`` is."""
+        return column * self.sub_tiles + s // self.tile.row_blocks, s % self.tile.row_blocks
+
     def _h_tile(self, state, first_row, column, s):
-        tensor = cute.domain_offset((first_row, 0, 0), state.views[2].tensor)
-        gH = cute.local_tile(tensor, self.box, (0, column * self.sub_tiles + s, None))
+        at, block = self._place(column, s)
+        origin = (first_row + block * self.box[0], at * self.tile.store_columns, 0)
+        tensor = cute.domain_offset(origin, state.views[2].tensor)
+        gH = cute.local_tile(tensor, self.box, (0, 0, None))
         return cpasync.tma_partition(
             state.views[2].atom,
             0,
@@ -329,10 +344,9 @@ class SwiGLUBackwardEpilogue(StoreEpilogue):
     def _store_tile(self, state, acc, first_row, end_row, column):
         """Turn ``acc`` (the gradient of a before its score) into the three outputs."""
         out_a, out_dh, _, score, dscore_parts = state.views
-        if const_expr(self.tile.ping_pong):
+        if const_expr(self.tile.epilogues == 1):
             if state.is_store_warp:
                 self._load_first(state, first_row, column)
-        where = (self._rows(out_a, first_row, end_row), end_row)
         thread_store = state.copy_store.get_slice(state.in_group)
         tRS_sStore = thread_store.partition_D(state.sStore)
         tRS_sLoad = thread_store.partition_D(state.sLoad)
@@ -345,19 +359,21 @@ class SwiGLUBackwardEpilogue(StoreEpilogue):
             row = row_in_block + (i % 2) * 8 + (i // 2) * 64
             scores[i] = score[cutlass.min(row, end_row - 1)]
             dscores[i] = Float32(0.0)
-        for s in cutlass.range_constexpr(self.sub_tiles):
+        for s in cutlass.range_constexpr(self.steps):
             slot = s % self.tile.store_sets
             stage = s % self.tile.load_stages
             state.loaded.wait(state.first_loaded + stage, self._load_phase(state, s))
-            for n, m in self._chunks(acc):
+            at, block = self._place(column, s)
+            # Where sub-tiles have all rows, m counts their blocks of 64; else it is 0, and block says which one it is.
+            for n, m in self._chunks(tRS_sStore):
                 gates = cute.make_rmem_tensor(((8, 1),), self.dtype)
                 ups = cute.make_rmem_tensor(((8, 1),), self.dtype)
                 a = cute.make_rmem_tensor(((8, 1),), self.dtype)
                 cute.copy(state.copy_load, tSR_sLoad[None, m, n, 2 * stage], gates)
                 cute.copy(state.copy_load, tSR_sLoad[None, m, n, 2 * stage + 1], ups)
                 for j in cutlass.range_constexpr(8):
-                    i = 2 * m + (j // 2) % 2
-                    da = acc[self._element(s, n, m, j)]
+                    i = 2 * (m + block) + (j // 2) % 2
+                    da = acc[self._element(s // self.tile.row_blocks, n, m + block, j)]
                     grads = swiglu_backward_point(da * scores[i], gates[j].to(Float32), ups[j].to(Float32))
                     dscores[i] += da * grads.a
                     a[j] = (grads.a * scores[i]).to(self.dtype)
@@ -365,8 +381,8 @@ class SwiGLUBackwardEpilogue(StoreEpilogue):
                 cute.copy(state.copy_store, gates, tRS_sLoad[None, m, n, 2 * stage])
                 cute.copy(state.copy_store, ups, tRS_sLoad[None, m, n, 2 * stage + 1])
                 cute.copy(state.copy_store, a, tRS_sStore[None, m, n, slot])
-            reloads = 0 < s <= self.sub_tiles - self.tile.load_stages
-            if const_expr(reloads or self.tile.store_sets <= s + 1 < self.sub_tiles):
+            reloads = 0 < s <= self.steps - self.tile.load_stages
+            if const_expr(reloads or self.tile.store_sets <= s + 1 < self.steps):
                 if state.is_store_warp:
                     # By now the last sub-tile has left its slots: h's next takes them, well before it is due.
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -374,7 +390,7 @@ class SwiGLUBackwardEpilogue(StoreEpilogue):
                         self._load_h(state, first_row, column, s - 1 + self.tile.load_stages)
             self._publish(state)
             if state.is_store_warp:
-                at = column * self.sub_tiles + s
+                where = (self._rows(out_a, first_row + block * self.box[0], end_row), end_row)
                 self._store(out_a, state.sStore, slot, where, at)
                 self._store(out_dh, state.sLoad, 2 * stage, where, at, half=0)
                 self._store(out_dh, state.sLoad, 2 * stage + 1, where, at, half=1)
@@ -389,7 +405,24 @@ class SwiGLUBackwardEpilogue(StoreEpilogue):
 
 
 class WeightGradEpilogue(StoreEpilogue):
-    """Stores an expert's matrix; ``end_row`` is the expert and ``first_row`` a row of its matrix."""
+    """Stores an expert's matrix, or adds it in fp32; ``end_row`` is the expert, ``first_row`` a row of its matrix.
+
+    A set of sub-tiles is written as one: what it waits for is the set before it, which with all sub-tiles in one set
+    has left during the products. The engine that stores is also the one that adds, so that no sum is loaded: every
+    element is added to by one block, once, which repeats bit for bit.
+    """
+
+    def __init__(self, *, dtype: type[cutlass.Numeric], tile: TileConfig, column_tiles: int, accumulates: bool) -> None:
+        super().__init__(dtype=dtype, tile=tile, column_tiles=column_tiles)
+        self.accumulates = accumulates
+        self.store_dtype = Float32 if accumulates else dtype
+
+    # ---- host
+
+    def store_layout(self) -> cute.ComposedLayout:
+        """Return the layout of all slots: (rows, columns, slots)."""
+        slots = self.tile.epilogues * self.tile.store_sets
+        return sm90.make_smem_layout_epi(self.store_dtype, LayoutEnum.ROW_MAJOR, self.box, slots)
 
     def views(self, tensors: tuple[cute.Tensor, ...]) -> tuple:
         """Return the store of the gradient (E, X, Y) as (X, Y, E)."""
@@ -397,8 +430,53 @@ class WeightGradEpilogue(StoreEpilogue):
         grad_XYE = cute.make_tensor(grad.iterator, cute.select(grad.layout, mode=[1, 2, 0]))
         return (self.store_view(grad_XYE),)
 
-    def _rows(self, view: TmaView, first_row: Int32, end_row: Int32) -> Int32:
-        return first_row
+    def store_view(self, rows: cute.Tensor) -> TmaView:
+        """Return the TMA store, or addition, of one sub-tile of ``rows``."""
+        adds, stores = cpasync.CopyReduceBulkTensorTileS2GOp(), cpasync.CopyBulkTensorTileS2GOp()
+        layout = cute.slice_(self.store_layout(), (None, None, 0))
+        return TmaView(*cpasync.make_tiled_tma_atom(adds if self.accumulates else stores, rows, layout, self.box))
+
+    # ---- device
+
+    @cute.jit
+    def start(self, views, sStore, sLoad, mma, loaded, in_group, warp, consumer):
+        """Return the state for a thread of ``consumer``."""
+        state = StoreEpilogue.start(self, views, sStore, sLoad, mma, loaded, in_group, warp, consumer)
+        if const_expr(self.accumulates):
+            state = state._replace(copy_store=copy_of_fp32(mma, self.dtype))
+        return state
+
+    @cute.jit
+    def _store_tile(self, state, acc, first_row, end_row, column):
+        (out,) = state.views
+        where = (first_row, end_row)
+        sets = self.tile.store_sets
+        tRS_sStore = state.copy_store.get_slice(state.in_group).partition_D(state.sStore)
+        for first in cutlass.range_constexpr(0, self.sub_tiles, sets):
+            if state.is_store_warp:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self._sync(state)
+            for slot in cutlass.range_constexpr(sets):
+                for n, m in self._chunks(acc):
+                    place = tRS_sStore[None, m, n, slot]
+                    values = cute.make_rmem_tensor(place.shape, self.store_dtype)
+                    for j in cutlass.range_constexpr(8):
+                        values[j] = acc[self._element(first + slot, n, m, j)].to(self.store_dtype)
+                    cute.copy(state.copy_store, values, place)
+            self._publish(state)
+            if state.is_store_warp:
+                for slot in cutlass.range_constexpr(sets):
+                    self._store(out, state.sStore, slot, where, column * self.sub_tiles + first + slot)
+                cute.arch.cp_async_bulk_commit_group()
+
+
+def copy_of_fp32(mma: cute.TiledMma, dtype: type[cutlass.Numeric]) -> cute.TiledCopy:
+    """Return the copy of accumulators as they are, two neighbours at a time; stmatrix takes 16-bit values only.
+
+    A thread's values of a chunk come in the order that stmatrix has.
+    """
+    ownership = cute.make_tiled_copy_C_atom(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), dtype), mma)
+    return cute.make_tiled_copy_S(cute.make_copy_atom(CopyUniversalOp(), Float32, num_bits_per_copy=64), ownership)
 
 
 def halves_apart(h: cute.Tensor) -> cute.Tensor:
@@ -418,7 +496,7 @@ def make_epilogue(
             return SwiGLUEpilogue(dtype=dtype, tile=tile, column_tiles=column_tiles, stores_h=stores_h)
         case KernelForm.down_backward:
             return SwiGLUBackwardEpilogue(dtype=dtype, tile=tile, column_tiles=column_tiles)
-        case KernelForm.weight_grad_left | KernelForm.weight_grad_right:
-            return WeightGradEpilogue(dtype=dtype, tile=tile, column_tiles=column_tiles)
+        case _ if form.is_weight_grad:
+            return WeightGradEpilogue(dtype=dtype, tile=tile, column_tiles=column_tiles, accumulates=form.accumulates)
         case _:
             return StoreEpilogue(dtype=dtype, tile=tile, column_tiles=column_tiles)

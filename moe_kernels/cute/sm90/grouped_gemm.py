@@ -65,6 +65,15 @@ class SharedTensors(NamedTuple):
     B_box: cute.Tensor
 
 
+class Products(NamedTuple):
+    """What a warpgroup multiplies for a tile of ``columns`` columns, and the accumulators."""
+
+    columns: cutlass.Constexpr
+    acc: cute.Tensor
+    A: cute.Tensor
+    B: cute.Tensor
+
+
 class Barriers(NamedTuple):
     """One array per hand-over; what a form does not use is None."""
 
@@ -87,8 +96,19 @@ class GroupedGemm:
         self.k_tiles = -(-contraction // TILE_DEPTH)
         self.halves = 2 if self.is_gated else 1
         self.column_tiles = -(-columns // (tile.columns // self.halves))
+        self.last_columns = self._last_columns(columns) if tile.cuts_last_column else tile.columns
         self.consumer_warps = 4 if tile.ping_pong else 8
         self.epilogue = make_epilogue(form, dtype=dtype, tile=tile, column_tiles=self.column_tiles)
+
+    def _last_columns(self, columns: int) -> int:
+        """Return how many columns of the accumulator the last column tile of ``columns`` has to multiply.
+
+        What is cut lies at its end, so that accumulators stay one range of registers (apart, products wait for each
+        other), in whole swizzle atoms of the weights.
+        """
+        padding = self.column_tiles * (self.tile.columns // self.halves) - columns
+        atom = 8 if self.k_major else 64
+        return self.tile.columns - padding // atom * atom
 
     # ---- host
 
@@ -150,10 +170,10 @@ class GroupedGemm:
                 atom, (tile.columns // 2, TILE_DEPTH, 2, tile.stages), order=(0, 1, 2, 3)
             )
 
-    def _make_mma(self) -> cute.TiledMma:
+    def _make_mma(self, columns: int | None = None) -> cute.TiledMma:
         b_mode = OperandMajorMode.K if self.k_major else OperandMajorMode.MN
         return sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, b_mode, Float32, (1, 1, 1), (64, self.tile.columns)
+            self.dtype, self.dtype, OperandMajorMode.K, b_mode, Float32, (1, 1, 1), (64, columns or self.tile.columns)
         )
 
     def _weights_view(self, weights: cute.Tensor) -> cute.Tensor:
@@ -375,7 +395,11 @@ class GroupedGemm:
         tile_config, stages = self.tile, self.tile.stages
         consumer = group - 1
         in_group = tidx % _WARPGROUP
-        row_offset, tCrA, tCrB, acc = self._fragments(shared, mma, consumer, in_group)
+        row_offset = Int32(0) if const_expr(tile_config.ping_pong) else consumer * tile_config.warpgroup_rows
+        acc_shape = mma.get_slice(in_group).partition_shape_C((tile_config.warpgroup_rows, tile_config.columns))
+        acc = cute.make_rmem_tensor(acc_shape, Float32)
+        wide = self._products(shared, consumer, acc, tile_config.columns)
+        narrow = self._products(shared, consumer, acc, self.last_columns)
         blocks = tile_config.warpgroup_rows // 64
         lane = tidx % 32
         step = num_clusters
@@ -401,12 +425,16 @@ class GroupedGemm:
             ring = (stage, phase, released)
             unit += step
             search = (operands, unit, tile.window_expert, tile.window_unit, rank)
-            products = (acc, tCrA, tCrB, barriers, consumer, lane)
+            hand_over = (barriers, consumer, lane)
+            is_full = first_row + 64 * (blocks - 1) < tile.end_row
             upcoming = tile
-            if first_row + 64 * (blocks - 1) < tile.end_row:
-                stage, phase, released, upcoming = self._multiply(products, ring, search, blocks)
+            if const_expr(self.last_columns < tile_config.columns):
+                if tile.column < self.column_tiles - 1:
+                    stage, phase, released, upcoming = self._multiply(wide, hand_over, ring, search, tile, is_full)
+                else:
+                    stage, phase, released, upcoming = self._multiply(narrow, hand_over, ring, search, tile, is_full)
             else:
-                stage, phase, released, upcoming = self._multiply(products, ring, search, blocks - 1)
+                stage, phase, released, upcoming = self._multiply(wide, hand_over, ring, search, tile, is_full)
             if const_expr(tile_config.ping_pong):
                 stage, phase = skip(stage, phase, self.k_tiles, stages)
                 released = stage
@@ -415,16 +443,18 @@ class GroupedGemm:
             tile = upcoming
         self.epilogue.end(state)
 
-    def _fragments(self, shared, mma, consumer, in_group):
-        """Return a warpgroup's first row in the tile, its operands and its accumulators."""
-        rows = self.tile.warpgroup_rows
-        row_offset, sA = Int32(0), shared.A
+    def _products(self, shared, consumer, acc, columns):
+        """Return the products of a tile's first ``columns`` columns for one warpgroup."""
+        sA, rows = shared.A, self.tile.warpgroup_rows
         if const_expr(not self.tile.ping_pong):
-            row_offset, sA = consumer * rows, cute.local_tile(shared.A, (rows, TILE_DEPTH), (consumer, 0, None))
-        tCrA = mma.make_fragment_A(mma.get_slice(0).partition_A(sA))
-        tCrB = mma.make_fragment_B(mma.get_slice(0).partition_B(shared.B))
-        acc_shape = mma.get_slice(in_group).partition_shape_C((rows, self.tile.columns))
-        return row_offset, tCrA, tCrB, cute.make_rmem_tensor(acc_shape, Float32)
+            sA = cute.local_tile(shared.A, (rows, TILE_DEPTH), (consumer, 0, None))
+        sB = cute.local_tile(shared.B, (columns, TILE_DEPTH), (0, 0, None))
+        mma = self._make_mma(columns).get_slice(0)
+        (pair, pairs, _), *rest = acc.shape
+        part = cute.make_tensor(acc.iterator, cute.make_layout(((pair, pairs, columns // 8), *rest), stride=acc.stride))
+        return Products(
+            columns, part, mma.make_fragment_A(mma.partition_A(sA)), mma.make_fragment_B(mma.partition_B(sB))
+        )
 
     def _gemm(self, mma, acc, a, b, blocks: int) -> None:
         """Issue the products of the first ``blocks`` blocks of 64 rows."""
@@ -433,15 +463,27 @@ class GroupedGemm:
         cute.gemm(mma, acc, a, b, acc)
 
     @cute.jit
-    def _multiply(self, products, ring, search, blocks: cutlass.Constexpr):
-        """Multiply the first ``blocks`` blocks of 64 rows (the last may hold no row), and meanwhile find the next tile.
+    def _multiply(self, products, hand_over, ring, search, tile, is_full):
+        """Multiply, but no last block of 64 rows that holds no row, and find the next tile: ``_run``."""
+        blocks = self.tile.warpgroup_rows // 64
+        stage, phase, released = ring
+        upcoming = tile
+        if is_full:
+            stage, phase, released, upcoming = self._run(products, hand_over, ring, search, blocks)
+        else:
+            stage, phase, released, upcoming = self._run(products, hand_over, ring, search, blocks - 1)
+        return stage, phase, released, upcoming
+
+    @cute.jit
+    def _run(self, products, hand_over, ring, search, blocks: cutlass.Constexpr):
+        """Multiply the first ``blocks`` blocks of 64 rows, and meanwhile find the next tile.
 
         Returns the new place in the ring and the next tile. The products are complete.
         """
-        acc, tCrA, tCrB, barriers, consumer, lane = products
+        barriers, consumer, lane = hand_over
         stage, phase, released = ring
         stages = self.tile.stages
-        mma = self._make_mma()  # its accumulate flag changes in here: a flag of its own for each branch that calls
+        mma = self._make_mma(products.columns)  # its accumulate flag changes in here: one of its own for each branch
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for k in cutlass.range(self.k_tiles, unroll=1):
             barriers.full.wait(stage, phase)
@@ -449,8 +491,9 @@ class GroupedGemm:
                 cute.arch.fence_view_async_shared()
             if const_expr(blocks > 0):
                 warpgroup.fence()
-                for kb in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-                    self._gemm(mma, acc, tCrA[None, None, kb, stage], tCrB[None, None, kb, stage], blocks)
+                for kb in cutlass.range_constexpr(TILE_DEPTH // 16):
+                    a, b = (operand[None, None, kb, stage] for operand in (products.A, products.B))
+                    self._gemm(mma, products.acc, a, b, blocks)
                     mma.set(warpgroup.Field.ACCUMULATE, True)
                 warpgroup.commit_group()
             stage, phase = advance(stage, phase, stages)

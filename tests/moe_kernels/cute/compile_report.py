@@ -14,30 +14,52 @@ from pathlib import Path
 
 _FRAME_SIZE = 0x11  # EIATTR_FRAME_SIZE: (symbol, bytes of local memory)
 _SIZED_VALUE = 4  # EIFMT_SVAL
+# Hopper's machine code: 128-bit instructions, whose lowest 12 bits are the opcode. WARPGROUP is one for two.
+_PRODUCT, _WARPGROUP, _IS_WAIT = 0x9F0, 0x9C5, 1 << 47
+
+
+def sections(cubin: bytes, prefix: bytes) -> list[bytes]:
+    """Return the contents of those sections of ``cubin`` whose names start with ``prefix``."""
+    assert cubin[:4] == b"\x7fELF"
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    entry_size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
+    entries = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(count)]
+    names_at = entries[names][4]
+    return [
+        cubin[offset : offset + size]
+        for name, _, _, _, offset, size in entries
+        if cubin.startswith(prefix, names_at + name)
+    ]
 
 
 def frame_bytes(cubin: bytes) -> int:
     """Return the most bytes of local memory that a kernel in ``cubin`` takes; anything above zero is a spill."""
-    assert cubin[:4] == b"\x7fELF"
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    entry_size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry_size) for i in range(count)]
-    names_at = sections[names][4]
     frames = []
-    for name, _, _, _, offset, size in sections:
-        end_of_name = cubin.index(b"\0", names_at + name)
-        if cubin[names_at + name : end_of_name] != b".nv.info":
-            continue
-        at = offset
-        while at < offset + size:
-            kind, attribute, value = struct.unpack_from("<BBH", cubin, at)
+    for info in sections(cubin, b".nv.info\0"):
+        at = 0
+        while at < len(info):
+            kind, attribute, value = struct.unpack_from("<BBH", info, at)
             at += 4
             if kind == _SIZED_VALUE:
                 if attribute == _FRAME_SIZE:
-                    frames.append(struct.unpack_from("<II", cubin, at)[1])
+                    frames.append(struct.unpack_from("<II", info, at)[1])
                 at += value
     assert frames, "no kernel in the cubin says how large its frame is"
     return max(frames)
+
+
+def chains_per_product(cubin: bytes) -> float:
+    """Return how many chains of products the machine code begins for each product.
+
+    The products of a stage are one chain. Where ptxas finds that it must move accumulators, it says nothing and makes
+    of every product a chain of its own, which the next one waits for.
+    """
+    words = [word for text in sections(cubin, b".text.") for word, _ in struct.iter_unpack("<QQ", text)]
+    products = sum(word & 0xFFF == _PRODUCT for word in words)
+    chains = sum(word & 0xFFF == _WARPGROUP and not word & _IS_WAIT for word in words)
+    assert products > 0
+    assert chains > 0
+    return chains / products
 
 
 def keeps_its_sums(ptx: str) -> bool:
@@ -78,10 +100,12 @@ def main() -> None:
                 "wgmma": ptx.count("wgmma.mma_async"),
                 "bulk_loads": len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global", ptx)),
                 "bulk_stores": len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global\.shared", ptx)),
+                "bulk_adds": len(re.findall(r"cp\.reduce\.async\.bulk\.tensor\.\dd\.global\.shared\S*\.add", ptx)),
                 "multicasts": ptx.count(".multicast::cluster"),
                 "gathers": ptx.count("cp.async.cg.shared.global"),
                 "keeps_its_sums": keeps_its_sums(ptx),
                 "frame_bytes": frame_bytes(kernel.__cubin__),
+                "chains_per_product": chains_per_product(kernel.__cubin__),
             }
             print(json.dumps(report), flush=True)
 

@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 
 from moe_kernels.cute.tiles import KernelForm, rule_for, table_entries
+from tests.moe_kernels.cute.weight_grad_tiles import SCHEDULES, WEIGHT_GRADS, weight_grad_tile
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl (pip install 'gristmill[cute]')")
 
-ALLOWED_FRAMES: dict[tuple, int] = {}  # kernels that may spill, with the bytes; the reason stands beside the entry
+# Forms that may spill, with the bytes; the reason stands beside the entry.
+ALLOWED_FRAMES = {
+    KernelForm.down_backward: 8,  # two values that live across a tile, written and read once a tile
+}
 
 
 def table_kernels():
@@ -26,11 +30,22 @@ def ruled(form, contraction, columns, dtype="bfloat16"):
     return [form.value, contraction, columns, dtype, asdict(rule_for(form, contraction, columns))]
 
 
+def scheduled(form, schedule):
+    return [form.value, 200, 200, "bfloat16", asdict(weight_grad_tile(form, schedule))]
+
+
 def different_code():
     """Return one kernel for each (form, tile) in the table, and what the table has not: tails, fp16, other forms."""
     first_of_tile = {(form, json.dumps(tile)): [form, *rest, tile] for form, *rest, tile in reversed(table_kernels())}
     tails = [ruled(form, 200, 200) for form in KernelForm]
-    return [*first_of_tile.values(), *tails, ruled(KernelForm.down_backward, 1024, 512, "float16")]
+    schedules = [
+        scheduled(form, schedule)
+        for form in (KernelForm.weight_grad_left, KernelForm.weight_grad_right)
+        for schedule in ("a tile stored at once", "ping-pong")
+    ]
+    short_last_tile = ruled(KernelForm.up, 2048, 1024)
+    fp16 = ruled(KernelForm.down_backward, 1024, 512, "float16")
+    return [*first_of_tile.values(), *tails, *schedules, short_last_tile, fp16]
 
 
 def compile_all(kernels, tmp_path):
@@ -70,11 +85,13 @@ def check(kernel, report):
     assert report["target"] == "sm_90a"
     assert report["wgmma"] > 0
     assert report["bulk_loads"] > 0
-    assert report["bulk_stores"] > 0
+    assert report["bulk_adds" if form.accumulates else "bulk_stores"] > 0
+    assert report["bulk_stores" if form.accumulates else "bulk_adds"] == 0
     assert report["multicasts"] > 0
     assert (report["gathers"] > 0) == form.gathers
     assert report["keeps_its_sums"]
-    assert report["frame_bytes"] <= ALLOWED_FRAMES.get((kernel[0], kernel[1], kernel[2]), 0), "local memory: it spills"
+    assert report["chains_per_product"] <= 0.5, "products wait for each other"
+    assert report["frame_bytes"] <= ALLOWED_FRAMES.get(form, 0), "local memory: it spills"
 
 
 def test_kernels_use_wgmma_and_bulk_copies_and_no_local_memory(tmp_path):
@@ -87,4 +104,11 @@ def test_kernels_use_wgmma_and_bulk_copies_and_no_local_memory(tmp_path):
 @pytest.mark.slow
 def test_every_table_entry_uses_wgmma_and_bulk_copies_and_no_local_memory(tmp_path):
     for kernel, report in compile_all(table_kernels(), tmp_path):
+        check(kernel, report)
+
+
+@pytest.mark.slow
+def test_every_schedule_of_weight_gradients_uses_wgmma_and_bulk_copies_and_no_local_memory(tmp_path):
+    kernels = [scheduled(form, schedule) for form in WEIGHT_GRADS for schedule in SCHEDULES]
+    for kernel, report in compile_all(kernels, tmp_path):
         check(kernel, report)

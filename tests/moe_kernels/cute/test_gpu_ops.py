@@ -8,12 +8,21 @@ import torch
 from moe_kernels import BackendName, MoEProblem, RoutingKind, arch_of, moe_experts, moe_experts_ref, resolve_backend
 from moe_kernels.cute.compile import KernelCache
 from moe_kernels.cute.ops import CuteSm90Backend
+from moe_kernels.cute.tiles import choose_tile
 from moe_kernels.reference.ops import ReferenceBackend
 from moe_kernels.routing.kinds import Rounding
 from moe_kernels.routing.token_rounding import route_token_rounding
 from moe_kernels.routing.top_k import route_top_k
 from moe_kernels.side import GatheredSide
-from moe_kernels.testing import assert_as_good_as, edge_cases, poisoned_memory, random_layer, random_probs
+from moe_kernels.testing import (
+    assert_as_good_as,
+    edge_cases,
+    poisoned_memory,
+    probs_with_counts,
+    random_layer,
+    random_probs,
+)
+from tests.moe_kernels.cute.weight_grad_tiles import SCHEDULES, weight_grad_tile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl (pip install 'gristmill[cute]')")
@@ -22,6 +31,11 @@ if not torch.cuda.is_available() or arch_of(torch.device("cuda")) != "sm90":
 
 BACKEND, REFERENCE = CuteSm90Backend(), ReferenceBackend()
 EVEN, TAILS = (256, 192), (200, 136)  # (D, N)
+# Every way in which a width can end: below, at and past a box of 64 and a tile of 128, 192 or 256; odd tile counts.
+WIDTHS = [
+    *((8, 8), (24, 72), (64, 64), (128, 64), (64, 128), (128, 128), (136, 64), (192, 32)),
+    *((384, 1408), (1408, 384), (2304, 768), (2880, 2880), (7168, 2048)),
+]
 OPS = ["up", "up_inference", "down", "dx", "down_backward", "dw_down", "dw_gate_up", "combine", "sum"]
 
 
@@ -112,10 +126,10 @@ def run(backend, op, t, plan):
             return [backend.combine(t.y_RD, None, plan)]
 
 
-def check(op, plan, D, N, dtype):
+def check(op, plan, D, N, dtype, *, backend=BACKEND):
     inputs = Inputs(plan, D, N, dtype)
     with poisoned_memory():
-        actual = run(BACKEND, op, inputs, plan)
+        actual = run(backend, op, inputs, plan)
     if inputs.used == 0 and op not in ("dw_down", "dw_gate_up", "combine", "sum"):
         return
     baseline = run(REFERENCE, op, inputs, plan)
@@ -123,7 +137,7 @@ def check(op, plan, D, N, dtype):
     for mine, theirs, exact in zip(actual, baseline, truth, strict=True):
         assert_as_good_as(mine, theirs, exact)
     with poisoned_memory():
-        again = run(BACKEND, op, inputs, plan)
+        again = run(backend, op, inputs, plan)
     assert all(torch.equal(one, two) for one, two in zip(actual, again, strict=True)), "not the same bits twice"
 
 
@@ -137,6 +151,12 @@ def test_each_op_is_as_good_as_torch_and_repeats_its_bits(op, case):
 @pytest.mark.parametrize("op", OPS)
 def test_each_op_runs_in_fp16(op):
     check(op, on_gpu(skewed()), *EVEN, torch.float16)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ("combine", "sum")])
+@pytest.mark.parametrize(("D", "N"), WIDTHS)
+def test_each_op_is_right_at_every_width(op, D, N):
+    check(op, on_gpu(skewed()), D, N, torch.bfloat16)
 
 
 @pytest.mark.parametrize("make_plan", [skewed, rounded])
@@ -237,3 +257,119 @@ def test_addresses_past_32_bits_reach_the_right_rows():
     token = plan.token_R[last][-8:].long()
     rows = plan.row_by_token_R.view(T, K)[token].long()
     assert_as_good_as(out_TD[token], y_RD[rows].sum(1), y_RD[rows].double().sum(1))
+
+
+def plan_with_counts(counts, seed=0):
+    """Return a plan of one expert per token, whose loads are ``counts``."""
+    return route_top_k(probs_with_counts(counts, seed=seed), 1).plan
+
+
+LOADS = {
+    "heavy expert last": lambda: plan_with_counts([64, 0, 1, *[30] * 30, 3000]),
+    "heavy expert first, odd counts": lambda: plan_with_counts([3000, *[63, 65, 0] * 11]),
+    "one expert has all": lambda: plan_with_counts([0, 0, 1500, 0]),
+    "loads that double": lambda: plan_with_counts([2**i for i in range(12)]),
+    "1024 experts, most of them empty": lambda: route_top_k(random_probs(70, 1024, seed=4), 3).plan,
+    "fewer units than clusters": lambda: plan_with_counts([200]),
+}
+WEIGHT_GRAD_OPS = ["dw_down", "dw_gate_up"]
+
+
+def backend_with(schedule):
+    """Return a backend whose weight gradients have ``schedule``, or the rule's."""
+
+    def choose(form, contraction, columns, rows_per_expert):
+        if schedule is None or not form.is_weight_grad:
+            return choose_tile(form, contraction, columns, rows_per_expert)
+        return weight_grad_tile(form, schedule)
+
+    return CuteSm90Backend(cache=BACKEND.cache, choose=choose)
+
+
+BY_SCHEDULE = {schedule: backend_with(schedule) for schedule in (None, *SCHEDULES)}
+CLAIMING = [schedule for schedule in BY_SCHEDULE if schedule is None or "by number" not in schedule]
+
+
+@pytest.mark.parametrize("op", WEIGHT_GRAD_OPS)
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("schedule", BY_SCHEDULE)
+def test_weight_gradients_are_right_in_every_order_of_units(schedule, load, op):
+    check(op, on_gpu(LOADS[load]()), *EVEN, torch.bfloat16, backend=BY_SCHEDULE[schedule])
+
+
+@pytest.mark.parametrize("op", WEIGHT_GRAD_OPS)
+@pytest.mark.parametrize(("D", "N"), [(1408, 200), (200, 1408), (2880, 136), (136, 2880), (128, 64)])
+@pytest.mark.parametrize("schedule", CLAIMING)
+def test_weight_gradients_are_right_with_an_odd_number_of_tiles(schedule, D, N, op):
+    check(op, on_gpu(skewed()), D, N, torch.bfloat16, backend=BY_SCHEDULE[schedule])
+
+
+def weight_grads_into(backend, batches, side, into):
+    for t, plan in batches:
+        left, right = (t.dout_TD, t.a_RN) if side is GatheredSide.left else (t.h_R2N, t.x_TD)
+        assert backend.weight_grad(left, right, plan, gathered=side, into=into) is into
+    return into
+
+
+@pytest.mark.parametrize("side", GatheredSide)
+@pytest.mark.parametrize("schedule", CLAIMING)
+@pytest.mark.parametrize("widths", [EVEN, TAILS, (1408, 264), (64, 32)])
+def test_sums_into_fp32_lose_less_than_bf16_gradients_summed_and_repeat_their_bits(widths, schedule, side):
+    D, N = widths
+    backend = BY_SCHEDULE[schedule]
+    plans = [on_gpu(make()) for make in (skewed, rounded, lambda: route_top_k(random_probs(33, 16, seed=1), 2).plan)]
+    batches = [(Inputs(plan, D, N, torch.bfloat16, seed=i), plan) for i, plan in enumerate(4 * plans)]
+    shape = (16, D, N) if side is GatheredSide.left else (16, 2 * N, D)
+    before = torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    with poisoned_memory():
+        into = weight_grads_into(backend, batches, side, before.clone())
+        again = weight_grads_into(backend, batches, side, before.clone())
+    truth = weight_grads_into(REFERENCE, [(t.to(torch.float64), plan) for t, plan in batches], side, before.double())
+    rounded_sum = before.clone()
+    for t, plan in batches:
+        left, right = (t.dout_TD, t.a_RN) if side is GatheredSide.left else (t.h_R2N, t.x_TD)
+        rounded_sum += backend.weight_grad(left, right, plan, gathered=side)
+    error, rounded_error = ((total - truth).abs().max().item() for total in (into, rounded_sum))
+    # Tensor cores add what they multiply with a few bits less than fp32 has.
+    assert error <= 1e-5 * truth.abs().max().item()
+    assert error < rounded_error / 10
+    assert torch.equal(into, again), "not the same bits twice"
+
+
+def test_experts_without_rows_leave_what_is_added_to_as_it_was():
+    plan = plan_with_counts([0, 200, 0, 64])
+    inputs = Inputs(on_gpu(plan), *EVEN, torch.bfloat16)
+    for schedule, backend in BY_SCHEDULE.items():
+        for side, shape in ((GatheredSide.left, (4, 256, 192)), (GatheredSide.right, (4, 384, 256))):
+            before = torch.randn(shape, device="cuda")
+            into = weight_grads_into(backend, [(inputs, on_gpu(plan))], side, before.clone())
+            assert torch.equal(into[[0, 2]], before[[0, 2]]), (schedule, side)
+            assert bool((into[[1, 3]] != before[[1, 3]]).float().mean() > 0.99), (schedule, side)
+
+
+def test_weight_gradients_run_in_graphs_and_on_two_streams_at_once():
+    plan = on_gpu(LOADS["heavy expert last"]())
+    inputs = Inputs(plan, *EVEN, torch.bfloat16)
+
+    def gradients():
+        return [run(BACKEND, op, inputs, plan)[0] for op in WEIGHT_GRAD_OPS]
+
+    expected = gradients()
+    torch.cuda.synchronize()
+    graphs, captured = [], []
+    for _ in range(2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            captured.append(gradients())
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outputs = []
+    for i in range(20):
+        with torch.cuda.stream(streams[i % 2]):
+            outputs.append(gradients())
+            graphs[i % 2].replay()
+    torch.cuda.synchronize()
+    for grads in (*outputs, *captured):
+        assert all(torch.equal(grad, same) for grad, same in zip(grads, expected, strict=True))
+    counters = BACKEND._counters.values()
+    assert len(counters) >= 3
+    assert not any(bool(counter) for counter in counters), "kernels leave their counters at zero"

@@ -1,5 +1,10 @@
 """Index maps and arithmetic that the kernels share, compiled for the host and run on CPU tensors."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,10 +12,11 @@ import torch.nn.functional as F
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl (pip install 'gristmill[cute]')")
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from moe_kernels.cute.common.ring import advance, next_stage, skip
+from moe_kernels.cute.common.longest_first import Cursor, look, nth_member
+from moe_kernels.cute.common.ring import advance, next_stage, skip, skip_by
 from moe_kernels.cute.common.scheduler import CLUSTER, place_unit, units_of
 from moe_kernels.cute.common.swiglu import swiglu_backward_point, swiglu_point
 from moe_kernels.cute.common.views import load_origin, store_origin
@@ -66,16 +72,20 @@ def test_units_cover_every_tile_of_an_expert_once_and_no_tile_of_padding(columns
 
 @pytest.mark.parametrize(("stages", "count"), [(4, 1), (4, 24), (5, 4), (5, 24), (6, 7)])
 def test_a_ring_skipped_is_a_ring_walked(stages, count):
-    out = torch.full((20, 5), -1, dtype=torch.int32)
+    out = torch.full((20, 7), -1, dtype=torch.int32)
 
     @cute.jit
     def program(out: cute.Tensor):
         stage, phase, skipped, skipped_phase = Int32(0), Int32(0), Int32(0), Int32(0)
+        by_number, by_number_phase = Int32(0), Int32(0)
         for i in cutlass.range(20):
             for _ in cutlass.range(count):
                 out[i, 4] = next_stage(stage, stages)
                 stage, phase = advance(stage, phase, stages)
             skipped, skipped_phase = skip(skipped, skipped_phase, count, stages)
+            by_number, by_number_phase = skip_by(by_number, by_number_phase, Int32(count), stages)
+            out[i, 5] = by_number
+            out[i, 6] = by_number_phase
             out[i, 0] = stage
             out[i, 1] = phase
             out[i, 2] = skipped
@@ -84,7 +94,7 @@ def test_a_ring_skipped_is_a_ring_walked(stages, count):
     run(program, out)
     for i, row in enumerate(out.tolist()):
         turns, stage = divmod((i + 1) * count, stages)
-        assert row == [stage, turns % 2, stage, turns % 2, stage]
+        assert row == [stage, turns % 2, stage, turns % 2, stage, stage, turns % 2]
 
 
 def test_swiglu_and_its_gradients_are_torchs_to_the_hardware_tanhs_error():
@@ -131,3 +141,54 @@ def test_moved_coordinates_name_the_segments_rows_and_clip_at_its_end(first, end
     elements = row * stride + wrap * 2**33 + end_coordinate * stride
     assert (elements - first * stride) * 2 % 2**64 == 0
     assert (store_row - num_rows + end) * stride == first * stride
+
+
+@cute.jit
+def all_numbers(size_E: cute.Tensor, found: cute.Tensor, units: cutlass.Constexpr):
+    """For each number: the expert and the unit within it, as a warp finds them whose 32 lanes take turns here."""
+    num_experts, largest = size_E.shape[0], Int32(-1)
+    for expert in cutlass.range(num_experts):
+        largest = cutlass.max(largest, size_E[expert])
+    cursor = Cursor(largest, Int32(-1), Int32(0), Int32(0))
+    for number in cutlass.range(found.shape[0]):
+        members, is_found = Int32(0), Boolean(False)
+        while not is_found and cursor.size >= 0:
+            members, smaller = Int32(0), Int32(-1)
+            for lane in cutlass.range(32):
+                expert = cursor.window + lane
+                size = size_E[cutlass.min(expert, num_experts - 1)] if expert < num_experts else Int32(-1)
+                if size == cursor.size:
+                    members |= Int32(1) << lane
+                if size < cursor.size:
+                    smaller = cutlass.max(smaller, size)
+            is_found, cursor = look(number, cursor, members, smaller, num_experts, units)
+        if is_found:
+            index = (number - cursor.before) // units
+            found[number, 0] = cursor.window + nth_member(members, index)
+            found[number, 1] = number - cursor.before - index * units
+
+
+@pytest.mark.parametrize("num_experts", [1, 5, 32, 33, 128])
+@pytest.mark.parametrize("units", [1, 6])
+def test_units_come_by_size_class_the_largest_first_and_each_once(num_experts, units):
+    generator = torch.Generator().manual_seed(num_experts)
+    size_E = torch.randint(-1, 6, (num_experts,), generator=generator, dtype=torch.int32)  # -1 is left out
+    size_E[size_E == 3] = 4  # a class that no expert has
+    size_E[-1] = 9
+    found = torch.full((units * num_experts + 2, 2), -1, dtype=torch.int32)
+
+    @cute.jit
+    def program(size_E: cute.Tensor, found: cute.Tensor):
+        all_numbers(size_E, found, units)
+
+    run(program, size_E, found)
+    experts = sorted((e for e in range(num_experts) if size_E[e] >= 0), key=lambda e: (-int(size_E[e]), e))
+    expected = [[expert, unit] for expert in experts for unit in range(units)]
+    assert found[: len(expected)].tolist() == expected
+    assert bool((found[len(expected) :] == -1).all())
+
+
+def test_fp32_accumulators_reach_their_places():
+    script = Path(__file__).with_name("run_copy_of_fp32.py")
+    environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a", "PYTHONPATH": str(script.parents[3])}
+    subprocess.run([sys.executable, str(script)], check=True, env=environment)

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import moe_kernels.cute.compile
 import moe_kernels.cute.ops
+import moe_kernels.scores
 from moe_kernels import MoEProblem, RoutingKind
 from moe_kernels.cute.compile import KernelCache, KernelKey, source_hash
 from moe_kernels.cute.ops import CuteSm90Backend
@@ -39,8 +41,6 @@ def installed(monkeypatch):
         ({"dtype": torch.float32}, "float32"),
         ({"D": 2044}, "D=2044 is not a multiple of 8"),
         ({"N": 1020}, "N=1020 is not a multiple of 8"),
-        ({"N": 64}, "N=64 is below 136"),
-        ({"D": 128}, "D=128 is below 136"),
     ],
 )
 @pytest.mark.usefixtures("installed")
@@ -79,6 +79,12 @@ class Launches:
 @pytest.fixture
 def backend(monkeypatch):
     monkeypatch.setattr(CuteSm90Backend, "_clusters", lambda self, device: 66)
+    monkeypatch.setattr(CuteSm90Backend, "_counter", lambda self, device: torch.zeros(1, dtype=torch.int32))
+    in_torch = SimpleNamespace(
+        gather_scores=moe_kernels.scores.gather_scores,
+        scatter_dscore=lambda part_RX, plan: moe_kernels.scores.scatter_dscore(part_RX.sum(1), plan),
+    )
+    monkeypatch.setitem(sys.modules, "moe_kernels.triton.scores", in_torch)  # triton may not be installed
     return CuteSm90Backend(cache=Launches())
 
 
@@ -90,13 +96,14 @@ def run_all(backend, T, E=4, D=64, N=32):
     backend.up_inference(x_TD, w_gate_up, plan)
     y_RD = backend.rows_matmul(a_RN, w_down.transpose(1, 2), plan)
     dx_RD = backend.rows_matmul(h_R2N, w_gate_up, plan)
-    grads = backend.down_backward(x_TD, h_R2N, w_down, torch.zeros(plan.R), plan)
+    score_R = backend.gather_scores(torch.zeros(T, E), plan)
+    grads = backend.down_backward(x_TD, h_R2N, w_down, score_R, plan)
     dw_down = backend.weight_grad(x_TD, grads.scaled_a_RN, plan, gathered=GatheredSide.left)
     dw_gate_up = backend.weight_grad(grads.dh_R2N, x_TD, plan, gathered=GatheredSide.right)
     R = plan.R
     assert (h_R2N.shape, a_RN.shape) == ((R, 2 * N), (R, N))
     assert y_RD.shape == dx_RD.shape == (R, D)
-    assert (grads.dh_R2N.shape, grads.scaled_a_RN.shape, grads.dscore_R.shape) == ((R, 2 * N), (R, N), (R,))
+    assert (grads.dh_R2N.shape, grads.scaled_a_RN.shape, grads.dscore_TE.shape) == ((R, 2 * N), (R, N), (T, E))
     assert (dw_down.shape, dw_gate_up.shape) == (w_down.shape, w_gate_up.shape)
 
 
@@ -172,3 +179,22 @@ def test_the_disk_key_follows_the_files_that_fix_machine_code(monkeypatch, tmp_p
     before = source_hash.__wrapped__()
     (tmp_path / "cute" / file).write_text("# changed", encoding="utf-8")
     assert (source_hash.__wrapped__() != before) == changes
+
+
+@pytest.mark.parametrize("gathered", GatheredSide)
+def test_adding_to_a_tensor_is_a_kernel_of_its_own_and_touches_no_other_memory(backend, gathered):
+    plan = route_top_k(random_probs(16, 4, seed=0), 2).plan
+    tokens, rows = torch.zeros(plan.T, 64), torch.zeros(plan.R, 32)
+    left, right = (tokens, rows) if gathered is GatheredSide.left else (rows, tokens)
+    into = torch.full((4, left.shape[1], right.shape[1]), 2.0)
+    for _ in range(2):
+        assert backend.weight_grad(left, right, plan, gathered=gathered, into=into) is into
+    assert backend.weight_grad(left, right, plan, gathered=gathered) is not into
+    names = [key.form.value for key in backend.cache.keys]
+    assert names == [f"weight_grad_{gathered.value}_into", f"weight_grad_{gathered.value}"]
+    grads = [arguments[4] for _, arguments in backend.cache.calls]
+    assert [grad is into for grad in grads] == [True, True, False]
+    none = route_expert_choice(random_probs(3, 4, seed=0), 1).plan
+    assert backend.weight_grad(left[:0], right[:0], none, gathered=gathered, into=into) is into
+    assert bool((into == 2.0).all())
+    assert len(backend.cache.calls) == 3

@@ -14,6 +14,7 @@ from moe_kernels.cute.tiles import (
     table_entries,
     why_invalid,
 )
+from tests.moe_kernels.cute.weight_grad_tiles import SCHEDULES, WEIGHT_GRADS, weight_grad_tile
 
 WIDTHS = [(200, 200), (768, 256), (1408, 4096), (2880, 2880), (4096, 1536), (7168, 2048), (8, 8)]
 
@@ -54,8 +55,15 @@ def test_buckets_double_and_do_not_split_small_changes_of_load():
         (KernelForm.up, {"consumer_registers": 240}, "registers"),
         (KernelForm.up, {"columns": 120}, "multiple of 2 x 32"),
         (KernelForm.rows_matmul_k_major, {"columns": 256, "stages": 2}, "accumulators"),
-        (KernelForm.rows_matmul_k_major, {"store_sets": 2}, "does not divide"),
+        (KernelForm.rows_matmul_k_major, {"stages": 4, "store_sets": 2}, "does not divide"),
+        (KernelForm.down_backward, {"cuts_last_column": True}, "cannot cut"),
+        (KernelForm.rows_matmul_k_major, {"store_rows": 64}, "store_rows=64"),
+        (KernelForm.down_backward, {"depth": 32}, "depth=32"),
         (KernelForm.rows_matmul_k_major, {"store_columns": 24, "columns": 192}, "multiple of 16"),
+        (KernelForm.up, {"longest_first": True}, "for weight gradients"),
+        (KernelForm.weight_grad_left, {"rows": 192, "stages": 2}, "96 rows"),
+        (KernelForm.weight_grad_right, {"columns": 192, "stages": 2}, "gathers 192"),
+        (KernelForm.weight_grad_left_into, {"store_columns": 64}, "shared memory"),
         (KernelForm.down_backward, {"load_stages": 1}, "at least 2"),
         (KernelForm.down_backward, {"store_sets": 1}, "store_sets"),
     ],
@@ -68,3 +76,9 @@ def test_shared_memory_is_counted_by_hand_once():
     tile = rule_for(KernelForm.up, 4096, 256)
     operands, stores = 4 * (128 + 256) * 64 * 2, 2 * 3 * 64 * 32 * 2
     assert shared_memory_bytes(KernelForm.up, tile) == 1024 + operands + stores
+
+
+@pytest.mark.parametrize("form", WEIGHT_GRADS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_other_schedules_of_weight_gradients_fit_the_chip(form, schedule):
+    assert why_invalid(form, weight_grad_tile(form, schedule), "sm90") is None

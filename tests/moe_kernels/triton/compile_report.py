@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from moe_kernels.routing.kinds import Rounding
-from moe_kernels.triton import choice, plan, rounding, router, router_kernels
+from moe_kernels.triton import choice, plan, rounding, rounding_kernels, router, router_kernels
 
 _SIZED_VALUE, _FRAME_SIZE = 4, 0x11  # EIFMT_SVAL; EIATTR_FRAME_SIZE: (symbol, bytes)
 SIZES = ((32768, 128),)
@@ -26,13 +26,15 @@ FP32, MASK = "*fp32", "*i8"
 POINTERS = {
     "expert_TK": "*i64",
     "seed": "*i64",
-    "top_k_count_BE": "*i64",
-    **dict.fromkeys(("keep_TE", "top_k_mask_TE", "top_k_mask_ET"), MASK),
-    **dict.fromkeys(("value_TE", "bias_E", "prob_ET", "logits_TE", "score_TE", "prob_share_PE", "share_P3"), FP32),
-    **dict.fromkeys(("prob_sum_BE", "z_sum", "entropy_sum", "logit_max"), FP32),
+    **dict.fromkeys(("top_k_count_BE", "count_BE"), "*i64"),
+    **dict.fromkeys(("keep_TE", "keep_ET", "top_k_mask_TE", "top_k_mask_ET"), MASK),
+    **dict.fromkeys(("value_TE", "bias_E", "prob_ET", "logits_TE", "score_TE", "prob_share_PE", "share_3P"), FP32),
+    **dict.fromkeys(("prob_sum_BE", "z_sum", "entropy_sum", "logit_max", "wide_TE"), FP32),
     **dict.fromkeys(("dscore_TE", "dprob_sum_BE", "dz_sum", "dlogits_TE"), FP32),
-    **dict.fromkeys(("count_PE", "count_share_PE", "count_E", "margin_E3"), "*i32"),
+    **dict.fromkeys(("of_expert_PE", "of_token_GT"), "*i16"),
+    **dict.fromkeys(("of_tile_PG", "count_share_PE", "count_E"), "*i32"),
     **dict.fromkeys(("token_R", "expert_R", "expert_offsets_E1", "token_offsets_T1", "row_by_token_R"), "*i32"),
+    "both_T2E": "*bf16",
     "scale": "fp32",
 }
 
@@ -58,30 +60,34 @@ def frame_bytes(cubin: bytes) -> int:
 def kernels(T: int, E: int) -> Iterator[tuple[str, object, dict, int, dict]]:
     """Yield (name, kernel, compile-time arguments, warps, signature overrides) as the launches at this size have."""
     tiles = plan.tiling(T, E)
-    block = {"WIDTH": tiles.width, "CHUNK": tiles.chunk}
+    block = {"WIDTH": tiles.width, "CHUNK": plan._COUNT_CHUNK}
     warps, small = tiles.num_warps, choice.block_of(E)
-    write = {**block, "COUNTS": max(1, plan._COUNTS_AT_A_TIME // tiles.width), "FILL": plan._FILL}
-    for name, keep in (("mask", "*i8"), ("ids", "*i64")):
-        yield f"count_pairs {name}", plan._count_pairs, {**block, "from_ids": name == "ids"}, warps, {"source": keep}
-        yield f"write_plan {name}", plan._write_plan, {**write, "from_ids": name == "ids"}, warps, {"source": keep}
+    write = {**block, "CHUNK": plan._CHUNK, "GROUPS": triton.next_power_of_2(tiles.groups), "FILL": plan._FILL}
+    write["COUNTS"] = plan._COUNTS_AT_A_TIME // tiles.width
+    for name, keep in (("mask", MASK), ("ids", "*i64")):
+        form, pointers = {"from_ids": name == "ids"}, {"source": keep}
+        yield f"count_pairs {name}", plan._count_pairs, {**block, **form, "transposed": False}, warps, pointers
+        yield f"write_plan {name}", plan._write_plan, {**write, **form}, warps, pointers
+    form = {"from_ids": False, "transposed": True, "CHUNK": plan._CHUNK}
+    yield "count_pairs transposed", plan._count_pairs, {**block, **form}, warps, {"source": MASK}
     pairs = {"WIDTH": small.width, "CHUNK": small.chunk}
     for transposed in (False, True):
         options = {**pairs, "biased": True, "transposed": transposed}
         yield f"choose transposed={transposed}", choice._choose, options, small.num_warps, {}
-    held = T <= rounding._HELD_TOKENS
-    column = triton.next_power_of_2(T) if held else rounding._BLOCK
+    rows, columns, column_warps = rounding.column_block(T)
+    column = {"ROWS": rows, "COLUMNS": columns, "READ_ROWS": max(1, rounding._READ_TOKENS // columns)}
     for rule in Rounding:
-        options = {"RULE": rounding._RULES.index(rule), "WIDTH": tiles.width, "BLOCK": column}
-        options |= {"held": held}
-        yield f"find_margins {rule.value}", rounding._find_margins, options, rounding.column_warps(column), {}
-    yield "apply_margins", rounding._apply_margins, block, warps, {}
+        options = {"RULE": rounding_kernels.RULES.index(rule), "WIDTH": triton.next_power_of_2(E), **column}
+        yield f"round_columns {rule.value}", rounding_kernels.round_columns_kernel, options, column_warps, {}
     for sigmoid in (False, True):
         flags = {"sigmoid": sigmoid, "normalize": True}
         options = {**pairs, **flags, "biased": sigmoid, "transposed": True}
         yield f"forward sigmoid={sigmoid}", router_kernels.forward_kernel, options, small.num_warps, {}
         options = {**pairs, **flags, "has_dscore": True, "has_dprob": True, "has_dz": True}
         yield f"backward sigmoid={sigmoid}", router_kernels.backward_kernel, options, small.num_warps, {}
-    yield "add_shares", router_kernels.add_shares_kernel, {"SHARES": router._SHARES, "EXPERTS": router._EXPERTS}, 4, {}
+    options = {"SHARES": router._SHARES, "EXPERTS": router._EXPERTS, "ALL_SHARES": router._ALL_SHARES}
+    yield "add_shares", router_kernels.add_shares_kernel, options, 4, {}
+    yield "split", router_kernels.split_kernel, {"BLOCK": router._SPLIT_AT_A_TIME}, 4, {}
 
 
 def main() -> None:
@@ -96,7 +102,8 @@ def main() -> None:
             attributes = {(kernel.arg_names.index(arg),): [["tt.divisibility", 16]] for arg in aligned if E % 16 == 0}
             values = {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}
             source = ASTSource(kernel, signature, values, attributes)
-            built = triton.compile(source, target=target, options={"num_warps": num_warps})
+            limit = router._REGISTERS if kernel is router_kernels.forward_kernel else None
+            built = triton.compile(source, target=target, options={"num_warps": num_warps, "maxnreg": limit})
             cubin = built.asm["cubin"]
             row = {"kernel": name, "cubin_bytes": len(cubin), "frame_bytes": frame_bytes(cubin)}
             row |= {"shared_bytes": built.metadata.shared, "num_warps": num_warps}

@@ -11,8 +11,8 @@ from moe_kernels.testing import poisoned_memory
 from moe_kernels.triton import plan as kernels
 
 FIELDS = ("token_R", "expert_R", "expert_offsets_E1", "token_offsets_T1", "row_by_token_R")
-# (T, E): one of each, more experts than a chunk has tokens, tiles of several chunks with a last one that is not full.
-SHAPES = [(1, 1), (5, 3), (37, 130), (700, 20), (9, 1024)]
+# (T, E): one of each, experts in one group and in several, several tiles with a last one that is not full.
+SHAPES = [(1, 1), (5, 3), (37, 130), (150, 20), (9, 1024)]
 
 
 def assert_same_plan(actual, expected):
@@ -36,14 +36,22 @@ def test_any_mask_gives_the_torch_builders_plan(device, T, E, density, spare_row
     check_plan(actual, keep_TE)
 
 
-def test_tiles_of_several_chunks_give_the_torch_builders_plan(device, monkeypatch):
+@pytest.mark.parametrize(("T", "E"), [(700, 16), (400, 200)])
+def test_tiles_of_several_chunks_give_the_torch_builders_plan(device, monkeypatch, T, E):
     monkeypatch.setattr(kernels, "_MAX_TILES", 3)
-    monkeypatch.setattr(kernels, "_ELEMENTS", 256)
-    monkeypatch.setattr(kernels, "_COUNTS_AT_A_TIME", 32)  # two tiles' counts
-    assert kernels.tiling(200, 16).tokens > kernels.tiling(200, 16).chunk
-    keep_TE = random_mask(200, 16, 0.2)
+    monkeypatch.setattr(kernels, "_COUNTS_AT_A_TIME", 2 * min(E, 128))  # two tiles' counts
+    assert kernels.tiling(T, E).num_tiles > 1
+    assert kernels.tiling(T, E).tokens > kernels._CHUNK
+    keep_TE = random_mask(T, E, 0.2)
     R = int(keep_TE.sum()) + 1
     assert_same_plan(kernels.plan_from_mask(keep_TE.to(device), R=R), plan_from_mask_torch(keep_TE, R=R))
+
+
+@pytest.mark.parametrize("T", [1, 40960, 2**20, 2**24])
+def test_counts_of_a_tile_fit_in_16_bits(T):
+    tiles = kernels.tiling(T, 64)
+    assert tiles.tokens < 2**15
+    assert (tiles.num_tiles - 1) * tiles.tokens < T <= tiles.num_tiles * tiles.tokens
 
 
 def test_a_transposed_mask_gives_the_same_plan(device):

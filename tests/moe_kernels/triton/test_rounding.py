@@ -58,11 +58,34 @@ def test_ties_go_to_the_lower_token(device, rounding):
 
 @pytest.mark.parametrize("rounding", [Rounding.nearest, Rounding.nearest_score])
 def test_columns_too_long_to_hold_give_the_same_plan(device, monkeypatch, rounding):
-    monkeypatch.setattr(kernels, "_HELD_TOKENS", 8)
-    monkeypatch.setattr(kernels, "_BLOCK", 16)
+    monkeypatch.setattr(kernels, "_HELD_TOKENS", 16)
+    monkeypatch.setattr(kernels, "_READ_TOKENS", 16)
     prob_TE = (random_probs(40, 2, seed=6) * 16).round() / 16
     actual = routed(prob_TE, 1, device=device, tile_m=6, rounding=rounding)
     assert_same_routing(actual, route_token_rounding(prob_TE, 1, tile_m=6, rounding=rounding))
+
+
+@pytest.mark.parametrize("levels", [None, 8])
+def test_more_keys_than_a_column_of_the_block_holds_give_the_same_plan(device, levels):
+    T, tile_m = 2100, 128
+    rows, _, _ = kernels.column_block(T)
+    assert rows > 1
+    prob_TE = random_probs(T, 2, seed=4)
+    if levels is not None:
+        prob_TE = (prob_TE * levels).round() / levels
+    for rounding in (Rounding.up, Rounding.down):
+        actual = routed(prob_TE, 1, device=device, tile_m=tile_m, rounding=rounding)
+        assert_same_routing(actual, route_token_rounding(prob_TE, 1, tile_m=tile_m, rounding=rounding))
+
+
+def test_counts_may_come_in_parts_of_the_tokens(device):
+    prob_TE = random_probs(40, 3, seed=8)
+    chosen = choose(prob_TE.to(device), None, 1, transposed=True)
+    count_BE = chosen.top_k_mask_TE.unflatten(0, (4, 10)).sum(1)
+    options = {"K": 1, "tile_m": 8, "rounding": Rounding.balanced, "seed": None}
+    columns = (chosen.prob_ET, chosen.top_k_mask_TE, chosen.top_k_mask_ET)
+    actual = kernels.round_choice(*columns, count_BE, **options)
+    assert_same_routing(actual, route_token_rounding(prob_TE, 1, tile_m=8, rounding=Rounding.balanced))
 
 
 def test_counts_that_tokens_cannot_fill_are_clamped(device):

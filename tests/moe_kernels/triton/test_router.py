@@ -10,7 +10,7 @@ from model.router import Router, RouterSums
 from moe_kernels import Rounding, RoutingKind
 from moe_kernels.routing.top_k import top_k_mask
 from moe_kernels.testing import assert_as_good_as
-from moe_kernels.triton.router import weigh_and_choose
+from moe_kernels.triton.router import split_bf16, weigh_and_choose
 
 SCALE = 1.7
 # (T, E, K, sequences): chunks that are not full, one token a sequence, more lanes than experts, the largest.
@@ -126,6 +126,19 @@ def test_the_operators_compile_whole_and_survive_checkpointing(device):
     (by_checkpoint,) = torch.autograd.grad(checkpointed, logits_TE)
     assert torch.equal(by_compile, expected)
     assert torch.equal(by_checkpoint, expected)
+
+
+@pytest.mark.parametrize(("T", "E"), [(1, 1), (33, 7), (700, 24)])
+def test_two_bf16_numbers_hold_16_bits(device, T, E):
+    wide_TE = torch.randn(T, E, generator=torch.Generator().manual_seed(0))
+    both_T2E = split_bf16(wide_TE.to(device)).cpu()
+    error_TE = both_T2E.float().unflatten(1, (2, E)).sum(1) - wide_TE
+    # The interpreter cuts bits off where a GPU rounds: one bit for each of the two numbers.
+    assert (error_TE.abs() <= 2**-14 * wide_TE.abs()).all()
+    if device.type == "cuda":
+        high_TE = wide_TE.bfloat16()
+        assert torch.equal(both_T2E, torch.cat([high_TE, (wide_TE - high_TE).bfloat16()], dim=1))
+    torch.library.opcheck(torch.ops.gristmill.split_bf16, (wide_TE.to(device),), test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("kind", RouterKind)

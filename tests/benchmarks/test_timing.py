@@ -1,0 +1,38 @@
+"""A limit on what a peer's tuning may take stops it, and stops nothing else."""
+
+import contextlib
+import time
+
+import pytest
+
+from benchmarks.timing import Outlasted, new_record, time_limit, write_record
+
+
+def try_candidates_for(seconds):
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        with contextlib.suppress(Exception):  # what tuners do with a candidate that fails
+            time.sleep(0.01)
+
+
+def test_a_call_that_outlasts_its_time_is_stopped_even_where_it_catches_exceptions():
+    start = time.perf_counter()
+    with pytest.raises(Outlasted), time_limit(0.1):
+        try_candidates_for(30)
+    assert time.perf_counter() - start < 10
+
+
+def test_a_call_within_its_time_is_left_alone_and_so_is_what_follows():
+    with time_limit(0.05):
+        pass
+    with time_limit(0.0):
+        time.sleep(0.1)
+    time.sleep(0.1)
+
+
+def test_a_record_says_where_and_when_and_is_written_where_asked(tmp_path):
+    record = new_record(shapes={})
+    assert set(record) == {"gpu", "date", "commit", "torch", "shapes"}
+    write_record(record, None)
+    write_record(record, tmp_path / "record.json")
+    assert (tmp_path / "record.json").read_text(encoding="utf-8").endswith("}\n")
