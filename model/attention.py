@@ -6,7 +6,7 @@ cache (kv_cache.py), and what may be seen as a mask (documents.py).
 
 from torch import Tensor, nn
 
-from model.attend import attend
+from model.attend import AttentionKernel, attend
 from model.config import AttentionConfig, QKNorm
 from model.documents import DocumentMask
 from model.kv_cache import LayerCache
@@ -17,9 +17,10 @@ from model.rope import RotaryTables, rotate
 class Attention(nn.Module):
     """H query heads that share G key/value heads, each of width A; H·A need not equal the model's width."""
 
-    def __init__(self, config: AttentionConfig, *, width: int, norm_eps: float) -> None:
+    def __init__(self, config: AttentionConfig, *, width: int, norm_eps: float, kernel: AttentionKernel) -> None:
         super().__init__()
         self.config = config
+        self.kernel = kernel
         query_width = config.num_heads * config.head_width
         key_width = config.num_kv_heads * config.head_width
         self.q_proj = nn.Linear(width, query_width, bias=config.bias)
@@ -65,7 +66,7 @@ class Attention(nn.Module):
         if cache is not None:
             cache = cache.extended(key_BGSA, value_BGSA)
             key_BGSA, value_BGSA = cache
-        attended_BHSA = attend(query_BHSA, key_BGSA, value_BGSA, mask=mask)
+        attended_BHSA = attend(query_BHSA, key_BGSA, value_BGSA, mask=mask, kernel=self.kernel)
         return self.o_proj(attended_BHSA.transpose(1, 2).flatten(2)), cache
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from torch import Tensor, nn
 
+from model.attend import AttentionKernel
 from model.attention import Attention
 from model.config import ModelConfig
 from model.documents import DocumentMask
@@ -19,14 +20,16 @@ class DecoderBlock(nn.Module):
     moe: MoE | None
     mlp: DenseMLP | None
 
-    def __init__(self, config: ModelConfig, *, layer: int, backend: Backend) -> None:
+    def __init__(
+        self, config: ModelConfig, *, layer: int, backend: Backend, attention: AttentionKernel, recompute_h: bool
+    ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.width, eps=config.norm_eps)
-        self.attention = Attention(config.attention, width=config.width, norm_eps=config.norm_eps)
+        self.attention = Attention(config.attention, width=config.width, norm_eps=config.norm_eps, kernel=attention)
         self.mlp_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.moe, self.mlp = None, None
         if config.is_moe_layer(layer):
-            self.moe = MoE(config.moe, width=config.width, backend=backend)
+            self.moe = MoE(config.moe, width=config.width, backend=backend, recompute_h=recompute_h)
         else:
             assert config.dense_width is not None  # ModelConfig refuses dense layers without a width
             self.mlp = DenseMLP(config.width, hidden_width=config.dense_width)

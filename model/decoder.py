@@ -3,23 +3,25 @@
 Parameter names are a file format (checkpoints and checkpoint/hf_names.py): renaming one breaks runs on disk.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from model.attend import AttentionKernel
 from model.block import DecoderBlock
 from model.config import ModelConfig
-from model.documents import Documents, document_mask
+from model.documents import DocumentMask, Documents, document_bias, document_blocks
 from model.init import initial_value
 from model.kv_cache import KVCache, LayerCache
 from model.losses import chunked_cross_entropy
 from model.moe import MoE, MoEStats
 from model.norm import RMSNorm
 from model.rope import rotary_tables
-from moe_kernels import Backend, RoutingKind
+from moe_kernels import Backend, Rounding, RoutingKind
+from moe_kernels.routing.counter_hash import checked_seed
 
 
 class DecoderOutput(NamedTuple):
@@ -50,17 +52,29 @@ class Decoder(nn.Module):
     """A decoder-only transformer on one device.
 
     Freshly built parameters hold arbitrary memory: call ``init_weights``, or load a checkpoint.
-    With ``tie_embeddings`` there is no ``lm_head``: ``embed.weight`` serves both ends.
+    With ``tie_embeddings`` there is no ``lm_head``: ``embed.weight`` serves both ends. With ``recompute_h`` the experts
+    save less and compute more (``moe_experts``). ``attention`` is an answer of ``choose_attention``.
     """
 
     lm_head: LMHead | None
 
-    def __init__(self, config: ModelConfig, *, backend: Backend) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        backend: Backend,
+        attention: AttentionKernel = AttentionKernel.sdpa,
+        recompute_h: bool = False,
+    ) -> None:
         super().__init__()
+        if attention is AttentionKernel.auto:
+            raise ValueError("attention=auto is a question: build the decoder with the answer of choose_attention")
         self.config = config
+        self.attention = attention
         self.embed = nn.Embedding(config.vocab_size, config.width)
         self.blocks = nn.ModuleList(
-            DecoderBlock(config, layer=layer, backend=backend) for layer in range(config.num_layers)
+            DecoderBlock(config, layer=layer, backend=backend, attention=attention, recompute_h=recompute_h)
+            for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.lm_head = None if config.tie_embeddings else LMHead(config)
@@ -119,14 +133,14 @@ class Decoder(nn.Module):
             theta=self.config.attention.rope_theta,
         )
         x_BSD = self.embed(input_ids_BS)
-        mask = None if documents is None else document_mask(documents, dtype=x_BSD.dtype)
+        mask = None if documents is None else self._mask(documents, dtype=x_BSD.dtype)
         stats_of_layers: list[MoEStats] = []
         caches: list[LayerCache] = []
+        seeds = self._layer_seeds(seed, routing, input_ids_BS.device)
         for layer, block in enumerate(self.blocks):
-            layer_seed = None if seed is None else seed * self.config.num_layers + layer
             layer_cache = None if cache is None else cache.layers[layer]
             x_BSD, stats, layer_cache = block(
-                x_BSD, tables, routing=routing, seed=layer_seed, cache=layer_cache, mask=mask
+                x_BSD, tables, routing=routing, seed=seeds[layer], cache=layer_cache, mask=mask
             )
             if stats is not None:
                 stats_of_layers.append(stats)
@@ -139,6 +153,26 @@ class Decoder(nn.Module):
             logits_BSV, ce_sum = self.lm_head(x_BSD, labels_BS)
         moe = MoEStats(*(torch.stack(field) for field in zip(*stats_of_layers, strict=True)))
         return DecoderOutput(logits_BSV, ce_sum, moe, None if cache is None else KVCache(tuple(caches)))
+
+    def _layer_seeds(
+        self, seed: int | Tensor | None, routing: RoutingKind, device: torch.device
+    ) -> Sequence[Tensor | None]:
+        """Return each layer's seed, as a tensor on ``device``: a compiled block is compiled anew for each int."""
+        num_layers = self.config.num_layers
+        rounding = self.config.moe.routing.rounding
+        is_read = routing is RoutingKind.token_rounding and rounding is Rounding.stochastic
+        if seed is None or not is_read:
+            return [None] * num_layers
+        if isinstance(seed, Tensor):
+            return (seed.to(device, torch.int64) * num_layers + torch.arange(num_layers, device=device)).unbind()
+        first = checked_seed(seed * num_layers)
+        checked_seed(first + num_layers)
+        return torch.arange(first, first + num_layers, device=device).unbind()
+
+    def _mask(self, documents: Documents, *, dtype: torch.dtype) -> DocumentMask:
+        if self.attention is AttentionKernel.flex:
+            return document_blocks(documents)
+        return document_bias(documents, dtype=dtype)
 
     def _check(
         self, input_ids_BS: Tensor, labels_BS: Tensor | None, routing: RoutingKind, cache: KVCache | None

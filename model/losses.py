@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from model.compiled import compiled
+from model.wide_product import wide_product
+
 IGNORED_LABEL = -100
-CHUNK_TOKENS = 2048  # fp32 logits of one chunk at V = 50,304: 393 MiB
+CHUNK_TOKENS = 4096  # bf16 logits of one chunk at V = 50,304: 393 MiB
 
 
 def chunked_cross_entropy(
@@ -20,9 +23,10 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return the sum of the cross-entropies, in nats, of the labels that are not -100: an fp32 scalar.
 
-    Logits exist for ``chunk_tokens`` tokens at a time: in the inputs' dtype, as transformers makes them, then in fp32
-    (fp64 if the inputs are) for softmax and sum. Gradients are computed beside the loss and kept until asked for:
-    (T, D) in the inputs' dtype, and (V, D) in fp32 so that chunks add up without being rounded to bf16 in between.
+    Logits exist for ``chunk_tokens`` tokens at a time, in the inputs' dtype, as transformers makes them; softmax and
+    sum are fp32 (fp64 if the inputs are), and the logits' gradient takes their place. Gradients are computed beside the
+    loss and kept until asked for: (T, D) in the inputs' dtype, and (V, D) in fp32 so that chunks add up without being
+    rounded to bf16 in between. T is at least 1.
     Source: computing the gradients with the loss is Liger-Kernel's idea, arXiv 2410.10989.
     """
     if not torch.is_grad_enabled():
@@ -34,27 +38,27 @@ def chunked_cross_entropy(
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, chunk_tokens: int) -> Tensor:
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        ce_sum = torch.zeros((), dtype=wide, device=x_TD.device)
         needs_x, needs_weight, *_ = ctx.needs_input_grad
+        if needs_x or needs_weight:
+            cross_entropy = cross_entropy_with_gradient_
+        else:
+            cross_entropy = compiled(_cross_entropy) if x_TD.is_cuda else _cross_entropy
+        ce_sum = torch.zeros((), dtype=torch.promote_types(x_TD.dtype, torch.float32), device=x_TD.device)
         dx_TD = torch.empty_like(x_TD) if needs_x else None
-        dweight_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
+        dweight_VD: Tensor | None = None
         for start in range(0, x_TD.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            x_CD, label_C1 = x_TD[chunk], label_T[chunk, None]
-            valid_C1 = label_C1 != IGNORED_LABEL
-            target_C1 = label_C1.where(valid_C1, 0)
-            log_prob_CV = (x_CD @ weight_VD.T).to(wide).log_softmax(dim=-1)
-            ce_sum -= (log_prob_CV.gather(1, target_C1) * valid_C1).sum()
-            if not needs_x and not needs_weight:
-                continue
-            dlogits_CV = log_prob_CV.exp_()
-            dlogits_CV.scatter_add_(1, target_C1, -torch.ones_like(target_C1, dtype=wide))
-            narrow_CV = dlogits_CV.mul_(valid_C1).to(x_TD.dtype)
+            x_CD = x_TD[chunk]
+            logits_CV = x_CD @ weight_VD.T
+            ce_sum += cross_entropy(logits_CV, label_T[chunk])
+            dlogits_CV = logits_CV  # overwritten, where a gradient is needed
             if dx_TD is not None:
-                dx_TD[chunk] = narrow_CV @ weight_VD
-            if dweight_VD is not None:
-                dweight_VD += narrow_CV.T @ x_CD
+                dx_TD[chunk] = dlogits_CV @ weight_VD
+            if needs_weight:
+                of_chunk_VD = wide_product(dlogits_CV.T, x_CD)
+                dweight_VD = of_chunk_VD if dweight_VD is None else dweight_VD.add_(of_chunk_VD)
+                del of_chunk_VD
+            del logits_CV, dlogits_CV  # or they would still be there when the next chunk's come
         ctx.save_for_backward(dx_TD, dweight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return ce_sum
@@ -63,13 +67,42 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (dce_sum,) = grads
-        dx_TD, dweight_VD = ctx.saved_tensors
-        return (
-            None if dx_TD is None else dx_TD * dce_sum,
-            None if dweight_VD is None else (dweight_VD * dce_sum).to(ctx.weight_dtype),
-            None,
-            None,
-        )
+        dx_TD, scaled_VD = ctx.saved_tensors
+        if scaled_VD is not None:
+            # Written in the weight's dtype at once: in fp32 it would be another of the step's largest tensors.
+            scaled_VD = torch.mul(scaled_VD, dce_sum, out=torch.empty_like(scaled_VD, dtype=ctx.weight_dtype))
+        return None if dx_TD is None else dx_TD * dce_sum, scaled_VD, None, None
+
+
+def cross_entropy_with_gradient_(logits_CV: Tensor, label_C: Tensor) -> Tensor:
+    """Return the summed cross-entropy of the labels that are not -100; overwrite the logits with its gradient."""
+    # Compiled, the logits are read in 16 bits and overwritten in 16 bits, without ever being fp32 in memory.
+    softmax_ = compiled(_softmax_) if logits_CV.is_cuda else _softmax_
+    ce_sum, target_C1, dtarget_C1 = softmax_(logits_CV, label_C)
+    # Inside the compiled function this would pass through another tensor of the logits' size.
+    logits_CV.scatter_(1, target_C1, dtarget_C1)
+    return ce_sum
+
+
+def _softmax_(logits_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the summed cross-entropy, where its labels are and their gradient; overwrite with the others' gradient."""
+    log_prob_CV, log_prob_C1, target_C1, is_valid_C1 = _log_probabilities(logits_CV, label_C)
+    logits_CV.copy_(log_prob_CV.exp_().mul_(is_valid_C1))
+    dtarget_C1 = (log_prob_C1.expm1() * is_valid_C1).to(logits_CV.dtype)
+    return -(log_prob_C1 * is_valid_C1).sum(), target_C1, dtarget_C1
+
+
+def _cross_entropy(logits_CV: Tensor, label_C: Tensor) -> Tensor:
+    _, log_prob_C1, _, is_valid_C1 = _log_probabilities(logits_CV, label_C)
+    return -(log_prob_C1 * is_valid_C1).sum()
+
+
+def _log_probabilities(logits_CV: Tensor, label_C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log p of all and of the labels, fp32 or wider; the labels, 0 for -100; and whether they were others."""
+    is_valid_C1 = label_C[:, None] != IGNORED_LABEL
+    target_C1 = label_C[:, None].where(is_valid_C1, 0)
+    log_prob_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).log_softmax(dim=-1)
+    return log_prob_CV, log_prob_CV.gather(1, target_C1), target_C1, is_valid_C1
 
 
 def load_fraction(top_k_count_E: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -35,19 +35,26 @@ class MoE(nn.Module):
     ``w_gate_up`` is (E, 2N, D) with the N gate rows before the N up rows; ``w_down`` is (E, D, N).
     """
 
-    def __init__(self, config: MoEConfig, *, width: int, backend: Backend) -> None:
+    def __init__(self, config: MoEConfig, *, width: int, backend: Backend, recompute_h: bool) -> None:
         super().__init__()
         self.router = Router(config, width=width)
         self.w_gate_up = nn.Parameter(torch.empty(config.num_experts, 2 * config.expert_width, width))
         self.w_down = nn.Parameter(torch.empty(config.num_experts, width, config.expert_width))
         self.backend = backend
+        self.recompute_h = recompute_h
 
     def forward(self, x_BSD: Tensor, *, routing: RoutingKind, seed: int | Tensor | None) -> tuple[Tensor, MoEStats]:
         """Return the experts' weighted sum per token, (B, S, D), and what the router did."""
         x_TD = x_BSD.flatten(0, 1)
         routed = self.router(x_TD, routing=routing, seed=seed, num_sequences=x_BSD.shape[0])
         out_TD = moe_experts(
-            x_TD, self.w_gate_up, self.w_down, routed.score_TE, routed.routing.plan, backend=self.backend
+            x_TD,
+            self.w_gate_up,
+            self.w_down,
+            routed.score_TE,
+            routed.routing.plan,
+            backend=self.backend,
+            recompute_h=self.recompute_h,
         )
         return out_TD.view_as(x_BSD), moe_stats(routed)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from model.config import MoEConfig, RouterKind
+from model.wide_product import multiplies_as_is, wide_product
 from moe_kernels import Routing, RoutingKind, route_expert_choice, route_token_rounding, route_top_k
 from moe_kernels.routing.top_k import top_k_routing
 
@@ -99,7 +100,7 @@ class Router(nn.Module):
                 weighed.prob_ET,
                 weighed.top_k_mask_TE,
                 weighed.top_k_mask_ET,
-                weighed.top_k_count_BE.sum(dim=0),
+                weighed.top_k_count_BE,
                 K=config.experts_per_token,
                 tile_m=config.routing.tile_m,
                 rounding=config.routing.rounding,
@@ -177,10 +178,7 @@ class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
-        if _multiplies_as_is(x_TD, weight_ED):
-            return torch.mm(x_TD, weight_ED.T, out_dtype=torch.float32)
-        wide = torch.promote_types(x_TD.dtype, torch.float32)
-        return x_TD.to(wide) @ weight_ED.to(wide).T
+        return wide_product(x_TD, weight_ED.T)
 
     @staticmethod
     @once_differentiable
@@ -188,24 +186,20 @@ class _WideLinear(torch.autograd.Function):
         (dlogits_TE,) = grads
         x_TD, weight_ED = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
-        if _multiplies_as_is(x_TD, weight_ED):
+        if multiplies_as_is(x_TD, weight_ED):
+            from moe_kernels.triton.router import split_bf16  # noqa: PLC0415 - triton is not on every machine
+
             # Two bf16 numbers hold 16 bits of an fp32 one: 128 times finer than the bf16 that the gradients end in, and
             # the tensor cores multiply the pair many times faster than fp32.
-            high_TE = dlogits_TE.bfloat16()
-            both_T2E = torch.cat([high_TE, (dlogits_TE - high_TE).bfloat16()], dim=1)
+            both_T2E = split_bf16(dlogits_TE)
             dx_TD = both_T2E @ torch.cat([weight_ED, weight_ED]) if needs_x else None
             if not needs_weight:
                 return dx_TD, None
-            high_ED, low_ED = torch.mm(both_T2E.T, x_TD, out_dtype=torch.float32).chunk(2)
+            high_ED, low_ED = wide_product(both_T2E.T, x_TD).chunk(2)
             return dx_TD, (high_ED + low_ED).to(weight_ED.dtype)
         dx_TD = (dlogits_TE @ weight_ED.to(dlogits_TE.dtype)).to(x_TD.dtype) if needs_x else None
         dweight_ED = (dlogits_TE.T @ x_TD.to(dlogits_TE.dtype)).to(weight_ED.dtype) if needs_weight else None
         return dx_TD, dweight_ED
-
-
-def _multiplies_as_is(x_TD: Tensor, weight_ED: Tensor) -> bool:
-    """Return whether CUDA multiplies the bf16 numbers as they are, adding and answering in fp32: the same product."""
-    return x_TD.is_cuda and x_TD.dtype is torch.bfloat16 and weight_ED.dtype is torch.bfloat16
 
 
 def _mass(affinity_TE: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from model.moe import MoEStats
 from model.norm import RMSNorm
 from model.rope import rotary_tables, rotate
 from moe_kernels import BackendName, Rounding, RoutingKind
+from moe_kernels.testing import saved_for_backward
 from tests.model.tiny_models import build, hf_twin, relative_difference, tiny_config, token_ids
 
 ROUTINGS = [RoutingKind.top_k, RoutingKind.token_rounding]
@@ -214,6 +215,38 @@ def test_layers_round_stochastically_from_seeds_of_their_own():
     input_ids, _ = token_ids(config)
     rows_LE = decoder(input_ids, routing=RoutingKind.token_rounding, seed=3).moe.row_count_E
     assert len({tuple(row_count_E.tolist()) for row_count_E in rows_LE}) > 1
+
+
+def test_a_seed_is_the_same_as_a_number_and_as_a_tensor():
+    decoder = build(tiny_config(moe={"routing": RoutingConfig(tile_m=16, rounding=Rounding.stochastic)}))
+    input_ids, _ = token_ids(decoder.config)
+    seeds = (3, torch.tensor(3), torch.tensor(3, dtype=torch.int32), 4)
+    rows = [decoder(input_ids, routing=RoutingKind.token_rounding, seed=seed).moe.row_count_E for seed in seeds]
+    assert all(torch.equal(same, rows[0]) for same in rows[1:3])
+    assert not torch.equal(rows[0], rows[3])
+
+
+def test_a_seed_whose_layers_leave_64_bits_is_refused_where_it_is_read():
+    stochastic = build(tiny_config(moe={"routing": RoutingConfig(tile_m=16, rounding=Rounding.stochastic)}))
+    input_ids, _ = token_ids(stochastic.config)
+    with pytest.raises(ValueError, match="does not fit"):
+        stochastic(input_ids, routing=RoutingKind.token_rounding, seed=2**63 // 3)
+    assert stochastic(input_ids, routing=RoutingKind.top_k, seed=2**63).logits_BSV.any()
+
+
+def test_recomputing_h_keeps_less_and_gives_the_same_gradients():
+    config = tiny_config()
+    gradients, kept_bytes = [], []
+    for recompute_h in (False, True):
+        decoder = build(config, recompute_h=recompute_h)
+        with saved_for_backward() as kept:
+            loss = losses(decoder)[1]
+        loss.backward()
+        gradients.append([parameter.grad for parameter in decoder.parameters()])
+        kept_bytes.append(sum(kept.values()))
+    assert kept_bytes[1] < kept_bytes[0]
+    for saved, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(saved, recomputed)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)

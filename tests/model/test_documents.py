@@ -8,7 +8,7 @@ from torch import Tensor
 
 from model.attend import attend
 from model.decoder import Decoder
-from model.documents import Documents, document_mask
+from model.documents import Documents, document_bias
 from model.kv_cache import empty_kv_cache
 from model.rope import rotary_tables, rotate
 from moe_kernels import BackendName, RoutingKind
@@ -132,7 +132,7 @@ def test_attention_over_long_documents_is_its_definition(dtype, num_kv_heads):
     generator = torch.Generator().manual_seed(0)
     heads = [torch.randn(2, n, 1600, A, generator=generator).to(dtype) for n in (H, num_kv_heads, num_kv_heads, H)]
     query, key, value = (tensor.clone().requires_grad_() for tensor in heads[:3])
-    attended = attend(query, key, value, mask=document_mask(packed, dtype=dtype))
+    attended = attend(query, key, value, mask=document_bias(packed, dtype=dtype))
     actual = (attended, *torch.autograd.grad((attended * heads[3]).sum(), (query, key, value)))
 
     exact = [tensor.double() for tensor in heads]

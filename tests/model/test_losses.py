@@ -11,6 +11,7 @@ from model.losses import (
     BalanceConvention,
     chunked_cross_entropy,
     coefficient_factor,
+    cross_entropy_with_gradient_,
     global_load_balance_loss,
     load_balance_loss,
     load_fraction,
@@ -18,6 +19,7 @@ from model.losses import (
     router_z_loss,
     sequence_load_balance_loss,
 )
+from moe_kernels.testing import assert_norm_close
 
 T, D, V = 50, 12, 31
 
@@ -42,6 +44,36 @@ def test_chunked_cross_entropy_and_its_gradients_equal_the_whole(chunk_tokens):
     torch.testing.assert_close(actual, expected, rtol=1e-13, atol=0)
     for actual_grad, expected_grad in zip(actual_grads, expected_grads, strict=True):
         torch.testing.assert_close(actual_grad, expected_grad, rtol=1e-12, atol=1e-13)
+
+
+def test_in_fp32_loss_and_gradients_equal_the_plain_ones_to_five_digits():
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(300, 64, generator=generator).requires_grad_()
+    weight_VD = (0.3 * torch.randn(4099, 64, generator=generator)).requires_grad_()
+    label_T = torch.randint(4099, (300,), generator=generator)
+    label_T[::9] = -100
+    expected = F.cross_entropy(x_TD @ weight_VD.T, label_T, reduction="sum")
+    actual = chunked_cross_entropy(x_TD, weight_VD, label_T, chunk_tokens=128)
+    assert_norm_close(actual, expected, 1e-5)
+    for of_actual, of_expected in zip(
+        torch.autograd.grad(actual, (x_TD, weight_VD)), torch.autograd.grad(expected, (x_TD, weight_VD)), strict=True
+    ):
+        assert_norm_close(of_actual, of_expected, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_takes_the_place_of_the_logits(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits_CV = (4 * torch.randn(T, V, generator=generator)).to(dtype)
+    label_C = torch.randint(V, (T,), generator=generator)
+    label_C[::7] = -100
+    exact_CV = logits_CV.double().requires_grad_()
+    expected = F.cross_entropy(exact_CV, label_C, reduction="sum")
+    expected.backward()
+    assert_norm_close(cross_entropy_with_gradient_(logits_CV, label_C), expected.detach(), 1e-6)
+    # Each probability is rounded once, and is exp of a number up to 40 that was rounded in fp32.
+    allowed_CV = (torch.finfo(dtype).eps + 40 * torch.finfo(torch.float32).eps) * exact_CV.grad.abs() + 2**-23
+    assert ((logits_CV.double() - exact_CV.grad).abs() <= allowed_CV).all()
 
 
 def test_chunked_cross_entropy_passes_gradcheck():

@@ -40,18 +40,21 @@ def build(
     backend: BackendName = BackendName.reference,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
+    **options,
 ) -> Decoder:
-    """Return an initialised decoder whose norms and biases are random too, so that a test sees what they do."""
-    decoder = Decoder(
-        config, backend=resolve_backend(backend, moe_problem(config, tokens=64, dtype=dtype, device=device))
-    )
+    """Return an initialised decoder whose norms and biases are random too, so that a test sees what they do.
+
+    ``options`` are others of ``Decoder``.
+    """
+    problem = moe_problem(config, tokens=64, dtype=dtype, device=device)
+    decoder = Decoder(config, backend=resolve_backend(backend, problem), **options)
     decoder.init_weights(seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in decoder.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return decoder.to(dtype)
+    return decoder.to(device, dtype)
 
 
 def token_ids(config: ModelConfig, *, sequences: int = 3, positions: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
