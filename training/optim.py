@@ -64,6 +64,20 @@ def learning_rate(step: int, *, optim: OptimConfig, train: TrainConfig) -> float
     return optim.lr * factor
 
 
+def step_if_finite(optimizer: Optimizer, is_finite: Tensor) -> None:
+    """Take the optimiser's step where ``is_finite`` holds; else leave parameters and optimiser state as they are.
+
+    ``is_finite`` is a boolean scalar on the device. The fused AdamW reads it there; the 8-bit one has no such switch,
+    so for it the host waits.
+    """
+    if optimizer.defaults.get("fused"):
+        optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.found_inf  # type: ignore[attr-defined]
+    elif bool(is_finite):
+        optimizer.step()
+
+
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     """Set the learning rate of every group, in place where it is a tensor that compiled code reads."""
     for group in optimizer.param_groups:

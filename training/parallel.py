@@ -1,7 +1,8 @@
 """Applied to a model from outside: activation checkpointing, compilation, sharding. The only file that says FSDP.
 
-Sharding is FSDP-2 (``fully_shard``): one unit per block, one for the embedding, one for the final norm with the head;
-where embedding and head are tied, one for all three.
+In that order: what is recomputed is compiled with the block, and the hooks that gather and free its parameters stay
+around the compiled code. Sharding is FSDP-2 (``fully_shard``): one unit per block, one for the embedding, one for the
+final norm with the head; where embedding and head are tied, one for all three.
 The loss is already divided by the valid tokens of all processes, so gradients are summed over them, not averaged.
 """
 
@@ -22,40 +23,59 @@ from training.config import ActivationCheckpointing, ParallelConfig, Precision
 from training.world import World
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
-# What selective checkpointing keeps, by name because not every build of torch has every attention operator: attention
-# and the MoE op are the most expensive parts of a block, and the MoE op keeps x, h and the scores anyway.
-_SAVED_OPS = {
+# What is kept, by name because not every build of torch has every attention operator: attention and the MoE op are the
+# most expensive parts of a block, and the MoE op keeps x, h and the scores anyway.
+_EXPENSIVE_OPS = {
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
+    "flex_attention",
+    "gristmill::flash_attention_4",
     "gristmill::moe_experts_fwd",
+}
+_SAVED_OPS = {
+    ActivationCheckpointing.selective: _EXPENSIVE_OPS,
+    ActivationCheckpointing.elementwise: _EXPENSIVE_OPS | {"aten::mm", "aten::addmm"},
 }
 
 
 def build_parallel(
-    make: Callable[[], Decoder], world: World, config: ParallelConfig, *, precision: Precision, seed: int
+    make: Callable[[], Decoder],
+    world: World,
+    config: ParallelConfig,
+    *,
+    precision: Precision,
+    seed: int,
+    initialise: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
     """Return the decoder that ``make`` builds, initialised from ``seed``, checkpointed, compiled and sharded.
 
-    With one process and fp32 there is nothing to shard, and its parameters are plain tensors.
+    With one process and fp32 there is nothing to shard, and its parameters are plain tensors. ``initialise`` sets the
+    values in place of ``init_weights``, which draws them on the CPU and takes minutes for billions.
 
     Raises: ValueError if the processes do not divide as ``config`` asks.
     """
     if world.size == 1 and precision is Precision.fp32:
         with world.device:
             model = make()
-        model.init_weights(seed)
-        _rewrite_blocks(model, config)
+        if initialise is None:
+            model.init_weights(seed)
+        else:
+            initialise(model)
+        _rewrite_blocks(model, world, config)
         return model
     mesh = build_mesh(world, config)
     # On the meta device first: no process ever holds more than its own shards.
     with torch.device("meta"):
         model = make()
-    _rewrite_blocks(model, config)
+    _rewrite_blocks(model, world, config)
     shard(model, mesh, config, dtype=DTYPES[precision])
     model.to_empty(device=world.device)
-    model.init_weights(seed, write=_write_shard)
+    if initialise is None:
+        model.init_weights(seed, write=_write_shard)
+    else:
+        initialise(model)
     return model
 
 
@@ -67,11 +87,27 @@ def _write_shard(parameter: Tensor, value: Tensor) -> None:
     parameter.to_local().copy_(cut.to_local())
 
 
-def _rewrite_blocks(model: Decoder, config: ParallelConfig) -> None:
+def _rewrite_blocks(model: Decoder, world: World, config: ParallelConfig) -> None:
     checkpoint_activations(model, config.activation_checkpointing)
-    if config.compile:
-        for block in model.blocks:
-            block.compile(fullgraph=True)
+    if compiles(config, world.device):
+        compile_blocks(model)
+
+
+def compiles(config: ParallelConfig, device: torch.device) -> bool:
+    """Say whether blocks are compiled: as ``parallel.compile`` says, by default on CUDA devices."""
+    return device.type == "cuda" if config.compile is None else config.compile
+
+
+def compile_blocks(model: Decoder, *, backend: str = "inductor") -> None:
+    """Compile every block of ``model`` whole, for the shapes it meets; blocks that are alike share their code.
+
+    As with checkpointing, ``forward`` is replaced: the block around it stays the module that is sharded later, and its
+    hooks run outside of the compiled code. ``backend`` is torch.compile's.
+    """
+    # Blocks share one function: two kinds of blocks, in training, evaluation under two routings, and short batches.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 16)
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
 
 
 def build_mesh(world: World, config: ParallelConfig) -> DeviceMesh:
@@ -96,15 +132,17 @@ def checkpoint_activations(model: Decoder, mode: ActivationCheckpointing) -> Non
     if mode is ActivationCheckpointing.none:
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if mode is ActivationCheckpointing.selective:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
+    if mode in _SAVED_OPS:
+        policy = partial(_selective_policy, _SAVED_OPS[mode])
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, **options)
 
 
-def _selective_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_saved = isinstance(op, torch._ops.OpOverload) and op._schema.name in _SAVED_OPS
-    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+def _selective_policy(saved: set[str], _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # FlexAttention is a higher-order operator, which has a name but no schema.
+    name = op._schema.name if isinstance(op, torch._ops.OpOverload) else getattr(op, "_name", None)
+    return CheckpointPolicy.MUST_SAVE if name in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: torch.dtype) -> None:
@@ -137,6 +175,16 @@ def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: to
             module.set_gradient_divide_factor(1.0)
             # Without it gloo is asked for a scaled sum, which it does not have.
             module.set_force_sum_reduction_for_comms(True)
+    _prefetch(list(model.blocks), config.prefetch_blocks)
+
+
+def _prefetch(blocks: list[Any], num_ahead: int) -> None:
+    """Have each sharded block ask for the parameters of the next ``num_ahead`` it meets, forward and backward."""
+    if num_ahead == 0:
+        return
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + num_ahead])
+        block.set_modules_to_backward_prefetch(blocks[max(0, index - num_ahead) : index][::-1])
 
 
 def _expert_placement(block: nn.Module, shards: int) -> Callable[[nn.Parameter], Shard | None]:
@@ -159,10 +207,10 @@ def _expert_placement(block: nn.Module, shards: int) -> Callable[[nn.Parameter],
     return lambda parameter: Shard(1) if id(parameter) in by_width else None
 
 
-def synchronise_gradients(model: Decoder, is_last: bool) -> None:
-    """Sum gradients over processes in the next backward only if it is the step's last; the others add up in fp32."""
+def synchronise_gradients(model: Decoder, is_due: bool) -> None:
+    """Sum gradients over processes in the next backward only if ``is_due``; until then they add up whole, in fp32."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_last)
+        model.set_requires_gradient_sync(is_due)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:

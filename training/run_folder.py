@@ -6,6 +6,7 @@
         tokenizer/       a copy, so that an export needs nothing else
         metrics.jsonl    one object a line (metrics.py)
         checkpoints/     checkpoint/store.py
+        profile/         with profile=true (profiling.py)
         lock             held while a process trains
 
 Checkpoints themselves are in checkpoint/.
@@ -31,7 +32,7 @@ from training.sinks import StartError
 log = logging.getLogger(__name__)
 
 # What a process may change when it goes on with a run: where it lives, how often it reports, where it logs.
-FREE_SECTIONS = ("run", "parallel", "logging", "evaluation", "checkpoint")
+FREE_SECTIONS = ("run", "parallel", "logging", "evaluation", "checkpoint", "profile", "profiler")
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def profile(self) -> Path:
+        """The folder of what ``profile=true`` writes."""
+        return self.path / "profile"
 
     def remove_unfinished_saves(self) -> None:
         """Remove checkpoints that a killed process left unfinished; only while ``sole_trainer`` holds the run."""

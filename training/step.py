@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from data.batch import IGNORED_LABEL, Batch
 from model.decoder import Decoder, DecoderOutput
@@ -24,8 +25,10 @@ from model.losses import (
 from model.moe import MoEStats
 from model.router import updated_expert_bias
 from moe_kernels import RoutingKind
+from training.breakdown import CLIP
 from training.config import BalanceScope, TrainConfig
 from training.load import ExpertLoad
+from training.optim import step_if_finite
 from training.parallel import clip_gradients, synchronise_gradients
 from training.world import World
 
@@ -39,9 +42,14 @@ class MicroBatch(NamedTuple):
     batch: Batch
     first_sample: int
 
-    def rounding_seed(self, seed: int) -> int:
-        """Return the seed of its rounding in the run with ``train.seed`` = ``seed``."""
-        return (seed << 40) + self.first_sample
+    def rounding_seed(self, seed: int) -> Tensor:
+        """Return the seed of its rounding in the run with ``train.seed`` = ``seed``: an int64 scalar on its device.
+
+        A tensor, because compiled code is made anew for every value of a number; filled there, because a copy from the
+        host would wait.
+        """
+        value = (seed << 40) + self.first_sample
+        return torch.full((), value, dtype=torch.int64, device=self.batch.input_ids_BS.device)
 
     @property
     def num_tokens(self) -> int:
@@ -72,10 +80,11 @@ class Losses(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What one optimiser step leaves behind besides the parameters."""
+    """What one optimiser step leaves behind besides the parameters; nothing of it is on the host yet."""
 
     losses: Losses
-    grad_norm: Tensor  # before clipping
+    grad_norm: Tensor  # before clipping; where it is not finite, parameters and optimiser were left as they were
+    num_valid: Tensor  # labels that count, over all processes
     load: ExpertLoad
 
 
@@ -88,14 +97,16 @@ def train_step(
     config: TrainConfig,
     routing: RoutingKind,
     lap: Callable[[str], None],
+    sum_every_micro_batch: bool = False,
 ) -> StepResult:
     """Return the losses, gradient norm and expert load of one optimiser step, over all processes.
 
     The cross-entropy of every micro-batch is divided by the valid tokens of all of them in all processes, so that the
     gradient is the one of a single large batch whatever the split. ``lap`` is called with the name of each part of the
-    step that has just ended.
+    step that has just ended. ``sum_every_micro_batch`` is that of ParallelConfig.
 
-    Raises: FloatingPointError, leaving the parameters as they were, if the gradient norm is not finite.
+    The host waits for nothing that the device computes. A gradient norm that is not finite leaves the parameters, the
+    optimiser and the balancing biases as they were; who has to know of it asks training/guard.py.
     """
     micro_batches = step_input.micro_batches
     num_valid = world.sum(
@@ -107,7 +118,7 @@ def train_step(
     parts: list[Losses] = []
     loads: list[ExpertLoad] = []
     for index, micro in enumerate(micro_batches):
-        synchronise_gradients(model, is_last=index == len(micro_batches) - 1)
+        synchronise_gradients(model, sum_every_micro_batch or index == len(micro_batches) - 1)
         output = _forward(model, micro, step_input, config=config, routing=routing)
         losses = _losses(
             output,
@@ -125,17 +136,13 @@ def train_step(
         loads.append(ExpertLoad.of(output.moe, num_tokens=micro.num_tokens, tile_m=tile_m))
     summed = Losses(*world.sum(torch.stack([torch.stack(part) for part in parts]).sum(0)))
     load = ExpertLoad.sum(loads).over(world)
-    grad_norm = clip_gradients(model, config.max_grad_norm)
-    if not bool(torch.isfinite(grad_norm)):
-        raise FloatingPointError(
-            f"the gradient norm is {float(grad_norm)} (cross-entropy {float(summed.ce):.4f} over {int(num_valid)} "
-            "valid tokens); the parameters were not updated. Lower optim.lr or train.max_grad_norm, or resume from "
-            "an earlier checkpoint"
-        )
-    optimizer.step()
-    _move_expert_bias(model, load.top_k_count_LE, config.expert_bias_rate)
+    with record_function(CLIP):
+        grad_norm = clip_gradients(model, config.max_grad_norm)
+    is_finite = torch.isfinite(grad_norm)
+    step_if_finite(optimizer, is_finite)
+    _move_expert_bias(model, load.top_k_count_LE, config.expert_bias_rate, is_finite)
     lap("optimizer")
-    return StepResult(losses=summed, grad_norm=grad_norm, load=load)
+    return StepResult(losses=summed, grad_norm=grad_norm, num_valid=num_valid, load=load)
 
 
 def documents_to_mask(batch: Batch, *, mask_documents: bool) -> Documents | None:
@@ -210,9 +217,9 @@ def _global_load_fraction(
 
 
 @torch.no_grad()
-def _move_expert_bias(model: Decoder, count_LE: Tensor, rate: float) -> None:
-    """Move the balancing bias of every sigmoid router once, from the counts of the whole step."""
+def _move_expert_bias(model: Decoder, count_LE: Tensor, rate: float, is_finite: Tensor) -> None:
+    """Move the balancing bias of every sigmoid router once, from the counts of the whole step, if it is finite."""
     for moe, count_E in zip(model.moe_layers(), count_LE, strict=True):
         bias_E = moe.router.expert_bias
         if bias_E is not None:
-            bias_E.copy_(updated_expert_bias(bias_E, count_E, rate))
+            bias_E.copy_(torch.where(is_finite, updated_expert_bias(bias_E, count_E, rate), bias_E))

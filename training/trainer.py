@@ -8,24 +8,28 @@ from collections.abc import Generator
 from contextlib import closing
 
 import torch
+from torch.profiler import record_function
 
+from checkpoint.metrics import read_metrics
 from checkpoint.start import load_start
 from checkpoint.state import TrainState
 from checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
 from data.loader import open_prepared
 from data.prefetch import prefetch
-from model.decoder import Decoder
-from model.moe import moe_problem
-from moe_kernels import Backend, RoutingKind, resolve_backend
 from training.audit import audit_first_step, code_fingerprint
+from training.breakdown import DATA
+from training.build import build_model, check_division, choose_kernels
+from training.clock import clock_of
+from training.compilations import count_compilations
 from training.config import RunConfig, WandbMode
 from training.environment import StopRequest, fix_numerics
 from training.evaluate import held_out_losses, num_evaluation_batches
+from training.guard import StepGuard
 from training.metrics import Stopwatch
 from training.optim import build_optimizer, learning_rate, set_learning_rate
-from training.parallel import DTYPES, build_parallel
+from training.profiling import StepProfiler
 from training.run_folder import RunFolder, check_vocabulary, config_values, open_run, sole_trainer
-from training.sinks import ConsoleSink, JsonlSink, Sink, Sinks, WandbSink, import_wandb, new_wandb_id
+from training.sinks import ConsoleSink, JsonlSink, Sink, Sinks, StartError, WandbSink, import_wandb, new_wandb_id
 from training.step import MicroBatch, StepInput, StepResult, train_step
 from training.world import World
 
@@ -45,32 +49,29 @@ class Trainer:
         """
         self.config = config
         self.world = world
-        self._stopwatch = Stopwatch()
+        self._stopwatch = Stopwatch(clock=clock_of(world.device))
+        self._guard = StepGuard()
         for warning in config.warnings():
             log.warning(warning)
         fix_numerics(config.train.num_threads, seed=config.train.seed)
-        _check_division(config, world)
+        check_division(config, world)
         self.data = open_prepared(config.data)
         check_vocabulary(config, self.data)
         num_evaluation_batches(self.data.held_out.num_rows, config)
         if config.logging.wandb is not WandbMode.off:
             import_wandb()
-        backend = _choose_backend(config, world)
+        kernels = choose_kernels(config, world)
+        self.backend = kernels.backend
         world.require_same(
             config=json.dumps(config_values(config)),
             data=",".join(source.manifest.sha256 for source in self.data.sources),
             code=code_fingerprint(),
             torch=torch.__version__,
-            backend=backend.name,
+            backend=kernels.backend.name,
+            attention=kernels.attention.value,
         )
         self.folder: RunFolder = world.first(lambda: open_run(config, self.data))
-        self.model = build_parallel(
-            lambda: Decoder(config.model, backend=backend),
-            world,
-            config.parallel,
-            precision=config.train.precision,
-            seed=config.train.seed,
-        )
+        self.model = build_model(config, kernels, world)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.state = self._resume()
         counts = self.state.top_k_counts
@@ -133,21 +134,31 @@ class Trainer:
         """Say whether the last step's held-out losses were logged: a signal may have come before them."""
         if not self.folder.metrics.exists():
             return False
-        lines = self.folder.metrics.read_text(encoding="utf-8").splitlines()
-        last_step = f'"progress/step": {self.config.train.num_steps},'
-        return any(last_step in line and '"eval/held_out/routing_gap"' in line for line in lines)
+        try:
+            lines = read_metrics(self.folder.metrics)
+        except ValueError as problem:
+            raise StartError(str(problem)) from problem
+        last_step = self.config.train.num_steps
+        return any(line["progress/step"] == last_step and "eval/held_out/routing_gap" in line for line in lines)
 
     def _train(self, last_step: int, *, owes_evaluation: bool) -> int:
         num_steps = self.config.train.num_steps
         own_sinks = self._sinks() if self.world.is_first else []
-        with StopRequest() as stop, Sinks(own_sinks) as sinks, closing(self._micro_batches):
+        with (
+            StopRequest() as stop,
+            Sinks(own_sinks) as sinks,
+            closing(self._micro_batches),
+            StepProfiler(self.config, self.world, self.folder.profile) as profiler,
+        ):
             self._stopwatch.lap("start")
             is_stopping = self._evaluate(sinks, stop) if owes_evaluation else False
             while self.state.step < last_step and not is_stopping:
                 result = self._step()
+                profiler.step(self.state.step)
                 is_stopping = self.world.any(bool(stop))
                 is_last = self.state.step == last_step or is_stopping
                 if is_last or self.state.step % self.config.logging.every_steps == 0:
+                    self._guard.settle()
                     sinks.write(self._progress() | self._step_metrics(result))
                     self._stopwatch.lap("log")
                 is_end = self.state.step == num_steps
@@ -186,7 +197,8 @@ class Trainer:
         set_learning_rate(self.optimizer, learning_rate(self.state.step, optim=self.config.optim, train=train))
         num_sequences = train.sequences_at(self.state.step)
         num_mine = num_sequences // train.micro_batch_sequences // self.world.size
-        micro_batches = list(itertools.islice(self._micro_batches, num_mine))
+        with record_function(DATA):
+            micro_batches = list(itertools.islice(self._micro_batches, num_mine))
         self._stopwatch.lap("data")
         result = train_step(
             self.model,
@@ -200,8 +212,11 @@ class Trainer:
             config=train,
             routing=self.config.model.moe.routing.train,
             lap=self._stopwatch.lap,
+            sum_every_micro_batch=self.config.parallel.sum_every_micro_batch,
         )
+        self._guard.watch(self.state.step + 1, result)
         if self.state.step == 0:
+            self._guard.settle()
             audit_first_step(self.model, self.optimizer)
             log.info("first step: every parameter got a gradient and moved, every buffer is finite")
         self._previous_count_LE = result.load.top_k_count_LE
@@ -225,6 +240,7 @@ class Trainer:
         metrics["optim/lr"] = float(self.optimizer.param_groups[0]["lr"])
         metrics |= result.load.metrics()
         metrics |= self._stopwatch.window(num_devices=self.world.size)
+        metrics |= count_compilations(self.backend)
         device = self.world.device
         if device.type == "cuda":
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
@@ -233,6 +249,7 @@ class Trainer:
 
     def _evaluate(self, sinks: Sinks, stop: StopRequest) -> bool:
         """Log the held-out losses; say whether any process was asked to stop meanwhile."""
+        self._guard.settle()
         losses = held_out_losses(self.model, self.data.held_out, self.config, world=self.world, stop=stop)
         self._stopwatch.lap("eval")
         if losses is None:
@@ -241,6 +258,7 @@ class Trainer:
         return False
 
     def _save(self) -> None:
+        self._guard.settle()
         assert self._previous_count_LE is not None
         self.state.top_k_counts = self._previous_count_LE.tolist()
         path = save_checkpoint(
@@ -253,32 +271,3 @@ class Trainer:
         )
         self._stopwatch.lap("save")
         log.info("saved %s", path)
-
-
-def _check_division(config: RunConfig, world: World) -> None:
-    """Raise ValueError unless every process gets as many micro-batches of a step as the others."""
-    micro = config.train.micro_batch_sequences
-    for name, sequences in config.train.batch_sizes().items():
-        if sequences % (micro * world.size) != 0:
-            raise ValueError(
-                f"a step of {name}={sequences} is {sequences // micro} micro-batches of train.micro_batch_sequences="
-                f"{micro}, which {world.size} processes cannot share equally: make it a multiple of "
-                f"{world.size * micro}"
-            )
-
-
-def _choose_backend(config: RunConfig, world: World) -> Backend:
-    """Return the backend that ``kernels.backend`` names for this run's shape.
-
-    Raises: KernelUnavailable if there is none, ValueError if its tiles do not fit those that routing fills.
-    """
-    dtype = DTYPES[config.train.precision]
-    problem = moe_problem(config.model, tokens=config.micro_batch_tokens, dtype=dtype, device=world.device)
-    backend = resolve_backend(config.kernels.backend, problem)
-    routing = config.model.moe.routing
-    if routing.train is RoutingKind.token_rounding and routing.tile_m % backend.tile_m != 0:
-        raise ValueError(
-            f"model.moe.routing.tile_m={routing.tile_m} is not a multiple of the {backend.tile_m} rows of a tile in "
-            f"backend {backend.name}: rounding to it would leave tiles half empty"
-        )
-    return backend

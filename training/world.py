@@ -46,8 +46,15 @@ class World:
         return reduced
 
     def any(self, flag: bool) -> bool:
-        """Say whether ``flag`` is true in any process."""
-        return bool(self.max(torch.tensor(flag, dtype=torch.int32, device=self.device)))
+        """Say whether ``flag`` is true in any process.
+
+        The processes agree on the CPU, over gloo, so that the host waits for the others' hosts and for no kernel.
+        """
+        if self.size == 1:
+            return flag
+        agreed = torch.tensor(flag, dtype=torch.int32)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        return bool(agreed)
 
     def first(self, make: Callable[[], T]) -> T:
         """Return what ``make`` returned in the first process, where alone it runs.
@@ -103,7 +110,7 @@ class World:
 
 
 def open_world(name: DeviceName) -> World:
-    """Join the processes that torchrun started, over NCCL on GPUs and gloo on CPUs.
+    """Join the processes that torchrun started: tensors on GPUs travel over NCCL, those on CPUs over gloo.
 
     A process that torchrun did not start makes a group of its own, so that what is sharded works alone too.
 
@@ -113,7 +120,7 @@ def open_world(name: DeviceName) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # NCCL would guess the device from the rank, and hang where the guess is wrong.
-    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    backend, device_id = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=TIMEOUT, device_id=device_id)
     else:

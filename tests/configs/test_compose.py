@@ -1,7 +1,10 @@
 """Every YAML file composes into a RunConfig, and what cannot work stops with the name of the knob."""
 
+import re
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -109,6 +112,9 @@ def test_misspelt_key_or_choice_stops_and_names_it(override: str, named: str) ->
         (["train.batch_ramp=[{until_step: 5, sequences: 6}]"], ["train.batch_ramp[0].sequences=6"]),
         (["train.batch_ramp=[{until_step: 5, sequences: 4}, {until_step: 5, sequences: 4}]"], ["train.batch_ramp"]),
         (["parallel.shard_degree=0"], ["parallel.shard_degree"]),
+        (["parallel.prefetch_blocks=-1"], ["parallel.prefetch_blocks"]),
+        (["profiler.num_steps=0"], ["profiler.num_steps"]),
+        (["profiler.skip_steps=-1"], ["profiler.skip_steps"]),
         (["train.seed=-1"], ["train.seed"]),
         (["train.num_steps=0"], ["train.num_steps"]),
         (["run.name=a/b"], ["run.name"]),
@@ -123,6 +129,40 @@ def test_what_cannot_work_stops_and_names_the_knob(overrides: list[str], knobs: 
         run_config(*overrides)
     for knob in knobs:
         assert knob in str(caught.value)
+
+
+def test_profile_is_a_switch_with_knobs_beside_it() -> None:
+    assert run_config().profile is False
+    config = run_config("profile=true", "profiler.num_steps=5")
+    assert config.profile is True
+    assert config.profiler.num_steps == 5
+
+
+@pytest.mark.parametrize(("value", "expected"), [("null", None), ("true", True), ("false", False)])
+def test_blocks_are_compiled_always_never_or_as_the_device_suggests(value: str, expected: bool | None) -> None:
+    assert run_config(f"parallel.compile={value}").parallel.compile is expected
+    assert run_config().parallel.compile is None
+
+
+def leaf_keys(config: Any) -> Iterator[str]:
+    for key in fields(config):
+        value = getattr(config, key.name)
+        if is_dataclass(value):
+            yield from leaf_keys(value)
+        else:
+            yield key.name
+
+
+def test_every_key_is_read_outside_of_the_dataclass_that_holds_it() -> None:
+    schemas = {"config", "config.py"}
+    folders = ("checkpoint", "data", "evaluation", "model", "moe_kernels", "training")
+    paths = [path for folder in folders for path in (CONFIGS.parent / folder).rglob("*.py")]
+    readers = [path.read_text(encoding="utf-8") for path in paths if not schemas & {path.name, path.parent.name}]
+    # What the whole configuration itself combines from its sections counts as read.
+    readers.append((CONFIGS.parent / "training" / "config" / "run.py").read_text(encoding="utf-8"))
+    read = set(re.findall(r"\.(\w+)", "\n".join(readers)))
+    through_methods = {"global_batch_sequences", "batch_ramp"}  # TrainConfig.batch_sizes and sequences_at
+    assert {key for key in leaf_keys(run_config()) if key not in read} == through_methods
 
 
 def test_fewer_than_two_tiles_an_expert_warns_and_names_every_knob() -> None:

@@ -5,7 +5,8 @@ One process group for each number of processes, not for each case: a worker runs
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
+import training.parallel
 from data.batch import Batch
 from model.config import AttentionConfig, ModelConfig, MoEConfig, RouterKind, RoutingConfig
 from model.decoder import Decoder
@@ -50,6 +52,9 @@ class Case:
     num_experts: int = 4
     mask_documents: bool = False
     tie_embeddings: bool = False
+    compiled: bool = False
+    prefetch_blocks: int = 0
+    sum_every_micro_batch: bool = False
 
     @property
     def problem(self) -> str:
@@ -60,7 +65,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.problem}-{self.checkpointing.name}-shard{self.shard_degree}"
+        knobs = (
+            f"-prefetch{self.prefetch_blocks}" if self.prefetch_blocks else ""
+        ) + "-sum" * self.sum_every_micro_batch
+        way = f"{self.checkpointing.name}{'-compiled' * self.compiled}-shard{self.shard_degree}"
+        return f"{self.problem}-{way}{knobs}"
 
 
 ROUTINGS = (RoutingKind.top_k, RoutingKind.token_rounding)
@@ -72,11 +81,14 @@ FEW_EXPERTS = Case(4, RoutingKind.top_k, BalanceScope.micro_batch, num_experts=2
 IDLE_EXPERTS = Case(4, RoutingKind.token_rounding, BalanceScope.micro_batch, num_experts=32)
 MASKED = Case(4, RoutingKind.token_rounding, BalanceScope.micro_batch, mask_documents=True)
 TIED = Case(4, RoutingKind.token_rounding, BalanceScope.micro_batch, tie_embeddings=True)
+COMPILED = replace(MASKED, compiled=True, checkpointing=ActivationCheckpointing.elementwise)
 SINGLE = (FEW_EXPERTS, IDLE_EXPERTS, MASKED, TIED)
+# elementwise is selective with a longer list.
+MODES = (ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full)
 
 
 def checkpointed(case: Case) -> list[Case]:
-    return [Case(**(vars(case) | {"checkpointing": mode})) for mode in ActivationCheckpointing]
+    return [Case(**(vars(case) | {"checkpointing": mode})) for mode in MODES]
 
 
 def cases_of(world_size: int) -> list[Case]:
@@ -90,6 +102,8 @@ def cases_of(world_size: int) -> list[Case]:
         *hybrid,
         *checkpointed(SIGMOID),
         *SINGLE,
+        replace(PROBLEMS[-1], prefetch_blocks=1, sum_every_micro_batch=True),
+        *([COMPILED] if world_size == 2 else []),  # every process compiles for itself, which takes it seconds
     ]
 
 
@@ -127,7 +141,12 @@ def take_step(case: Case, world: World) -> dict[str, Any]:
     model = build_parallel(
         lambda: Decoder(config, backend=backend),
         world,
-        ParallelConfig(activation_checkpointing=case.checkpointing, shard_degree=case.shard_degree),
+        ParallelConfig(
+            activation_checkpointing=case.checkpointing,
+            shard_degree=case.shard_degree,
+            compile=case.compiled,
+            prefetch_blocks=case.prefetch_blocks,
+        ),
         precision=Precision.fp32,
         seed=0,
     )
@@ -151,6 +170,7 @@ def take_step(case: Case, world: World) -> dict[str, Any]:
         ),
         routing=case.routing,
         lap=lambda part: None,
+        sum_every_micro_batch=case.sum_every_micro_batch,
     )
     return {
         "losses": torch.stack(result.losses).double(),
@@ -174,6 +194,10 @@ def work(rank: int, world_size: int, port: int, folder: Path) -> None:
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
     world = open_world(DeviceName.cpu)
+    assert world.any(world.rank == 1)  # one that was asked to stop stops all
+    assert not world.any(False)
+    # Compiled as for a GPU but for the code in the end, which takes minutes to make on a CPU.
+    training.parallel.compile_blocks = partial(training.parallel.compile_blocks, backend="aot_eager")
     for case in cases_of(world_size):
         result = take_step(case, world)
         if world.is_first:

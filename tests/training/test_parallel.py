@@ -77,7 +77,7 @@ def forward_backward(model: Decoder, documents: Documents | None = None) -> dict
 
 
 @pytest.mark.parametrize("documents", [None, two_documents_a_row()], ids=["whole_rows", "documents"])
-@pytest.mark.parametrize(("mode", "times"), [("none", 1), ("selective", 1), ("full", 2)])
+@pytest.mark.parametrize(("mode", "times"), [("none", 1), ("elementwise", 1), ("selective", 1), ("full", 2)])
 def test_the_moe_op_runs_once_a_step_unless_everything_is_recomputed(
     mode: str, times: int, documents: Documents | None
 ) -> None:
@@ -88,6 +88,17 @@ def test_the_moe_op_runs_once_a_step_unless_everything_is_recomputed(
     assert counter.calls["gristmill::moe_experts_bwd"] == CONFIG.num_layers
     attention = sum(n for name, n in counter.calls.items() if "scaled_dot_product" in name and "backward" not in name)
     assert attention == times * CONFIG.num_layers
+
+
+def test_elementwise_checkpointing_multiplies_no_matrix_again() -> None:
+    products = {}
+    for mode in ActivationCheckpointing:
+        model = build(activation_checkpointing=mode)
+        with OpCounter() as counter:
+            forward_backward(model)
+        products[mode] = counter.calls["aten::mm"]
+    assert products[ActivationCheckpointing.elementwise] == products[ActivationCheckpointing.none]
+    assert products[ActivationCheckpointing.selective] > products[ActivationCheckpointing.none]
 
 
 @pytest.mark.parametrize("mode", ActivationCheckpointing)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import Optimizer
 
 from data.batch import Batch
 from model.config import AttentionConfig, ModelConfig, MoEConfig, RouterKind, RoutingConfig
@@ -51,6 +52,7 @@ def step(
     routing: RoutingKind = RoutingKind.top_k,
     previous_count_LE: torch.Tensor | None = None,
     mask_documents: bool = False,
+    optimizer: Optimizer | None = None,
     **changes: Any,
 ) -> StepResult:
     config = TrainConfig(num_steps=1, micro_batch_sequences=1, global_batch_sequences=1, max_grad_norm=1e9, **changes)
@@ -58,7 +60,7 @@ def step(
     numbered = [MicroBatch(batch, first) for batch, first in zip(micro_batches, firsts, strict=False)]
     return train_step(
         model,
-        build_optimizer(model, OptimConfig(lr=1e-3)),
+        optimizer or build_optimizer(model, OptimConfig(lr=1e-3)),
         StepInput(micro_batches=numbered, previous_count_LE=previous_count_LE, mask_documents=mask_documents),
         world=World(rank=0, size=1, device=torch.device("cpu")),
         config=config,
@@ -234,20 +236,3 @@ def test_grad_norm_is_the_norm_of_all_gradients_before_clipping() -> None:
     result = step(model, batches(2, sequences=4))
     expected = torch.stack([gradient.norm() for gradient in gradients(model).values()]).norm()
     assert torch.isclose(result.grad_norm, expected, rtol=1e-5)
-
-
-def test_a_gradient_that_is_not_finite_stops_and_leaves_the_parameters() -> None:
-    model = build()
-    with torch.no_grad():
-        model.norm.weight[0] = float("inf")
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    with pytest.raises(FloatingPointError, match=r"gradient norm.*optim\.lr"):
-        step(model, batches(1, sequences=2))
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, before[name]), name
-
-
-def test_a_batch_without_labels_is_refused() -> None:
-    batch = batches(1, sequences=2)[0]
-    with pytest.raises(FloatingPointError, match="over 0 valid tokens"):
-        step(build(), [batch._replace(labels_BS=torch.full_like(batch.labels_BS, -100))])

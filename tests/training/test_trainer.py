@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from checkpoint.store import latest_checkpoint
+from moe_kernels import KernelUnavailable
 from training.config import RunConfig
 from training.run_folder import sole_trainer
 from training.sinks import StartError
@@ -33,7 +34,8 @@ def logged(config: RunConfig) -> list[dict[str, float]]:
 
 def without_time(lines: list[dict[str, float]]) -> list[dict[str, float]]:
     return [
-        {key: value for key, value in line.items() if not key.startswith(("time/", "throughput/"))} for line in lines
+        {key: value for key, value in line.items() if not key.startswith(("time/", "throughput/", "compile/"))}
+        for line in lines
     ]
 
 
@@ -361,3 +363,20 @@ def test_what_a_killed_save_left_is_removed_when_the_run_goes_on(small_run: Smal
     assert resumed.state.step == 3
     resumed.fit()
     assert not left.exists()
+
+
+def test_attention_that_cannot_run_here_is_refused_before_anything_is_written(
+    small_run: SmallRun, tmp_path: Path
+) -> None:
+    with pytest.raises(KernelUnavailable, match="flash_attn_4"):
+        Trainer(small_run("kernels.attention=flash_attn_4"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_recomputed_h_changes_no_loss(small_run: SmallRun) -> None:
+    kept, recomputed = small_run("run.name=kept"), small_run("run.name=recomputed", "parallel.recompute_h=true")
+    trainers = [Trainer(kept), Trainer(recomputed)]
+    assert [trainer.model.moe_layers()[0].recompute_h for trainer in trainers] == [False, True]
+    for trainer in trainers:
+        trainer.fit()
+    assert without_time(logged(kept)) == without_time(logged(recomputed))
