@@ -21,13 +21,14 @@ from checkpoint.folders import publish
 from checkpoint.hf_config import from_hf_config
 from checkpoint.hf_names import from_hf, hf_sources, to_hf
 from checkpoint.hf_weights import INDEX, decoder_entries
-from checkpoint.saved_run import CHECKPOINTS, CONFIG, TOKENIZER
+from checkpoint.saved_run import CHECKPOINTS, CONFIG, TOKENIZER, load_tokenizer
 from checkpoint.state import TrainState
 from checkpoint.store import save_weights
 from model.config import ModelConfig
 
+_TOKENIZER_FILE = "tokenizer.json"
 _TOKENIZER_FILES = (
-    "tokenizer.json",
+    _TOKENIZER_FILE,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -75,16 +76,18 @@ def write_import(source: Path | str, out: Path | str) -> Path:
     """Write what ``import_hf`` returns to ``out`` in the layout of a run, and return the checkpoint's path.
 
     ``checkpoint.store.load_weights`` reads the checkpoint, and ``checkpoint.export_hf`` takes the folder as a run.
-    Raises: ValueError when ``out`` is there already, and as ``import_hf`` does.
+    Raises: ValueError when ``out`` is there already or the tokenizer is damaged, and as ``import_hf`` does.
     """
     out = Path(out)
     partial = out.with_name(out.name + ".partial")
     for path in (out, partial):
         if path.exists():
             raise ValueError(f"{path} exists: name another folder, or remove it")
+    folder = local_folder(source)
+    if (folder / _TOKENIZER_FILE).is_file():
+        load_tokenizer(folder / _TOKENIZER_FILE)
     config, weights = import_hf(source)
     (partial / TOKENIZER).mkdir(parents=True)
-    folder = local_folder(source)
     for name in _TOKENIZER_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, partial / TOKENIZER / name)

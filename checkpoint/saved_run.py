@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from checkpoint.folders import sha256_of, why_incomplete
+from checkpoint.metrics import read_metrics
 from checkpoint.state import TrainState
 from checkpoint.store import checkpoint_of_step, latest_checkpoint, read_train_state, require_complete
 from model.config import ModelConfig
@@ -68,7 +69,7 @@ class SavedTokenizer:
             path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def _load(self) -> Tokenizer:
-        return Tokenizer.from_file(str(self.folder / _TOKENIZER_FILE))
+        return load_tokenizer(self.folder / _TOKENIZER_FILE)
 
 
 class HeldOutLosses(NamedTuple):
@@ -98,7 +99,7 @@ class SavedRun:
         metrics = self.path / METRICS
         if not metrics.is_file():
             return None
-        evaluated = [line for line in _read_metrics(metrics) if "eval/held_out/ce_top_k" in line]
+        evaluated = [line for line in read_metrics(metrics) if "eval/held_out/ce_top_k" in line]
         upto = [line for line in evaluated if line["progress/step"] <= self.state.step]
         if not upto:
             return None
@@ -161,14 +162,28 @@ def model_config(values: dict[str, Any]) -> ModelConfig:
     return config
 
 
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer in a tokenizer.json. Raises: ValueError that names it when it cannot be read."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:
+        # The library raises Exception itself, so nothing narrower can be named; what is narrower is not its.
+        if type(error) is not Exception:
+            raise
+        raise ValueError(f"{path} is damaged, or no tokenizer of the tokenizers library: {error}") from error
+
+
 def open_tokenizer(folder: Path) -> SavedTokenizer:
     """Return the tokenizer in ``folder``. Raises: ValueError when a file is missing or it has no end-of-text token."""
     for name in (_TOKENIZER_FILE, _TOKENIZER_CONFIG):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} holds no {name}: an export needs the tokenizer that the model was trained with")
-    eos = json.loads((folder / _TOKENIZER_CONFIG).read_text(encoding="utf-8")).get("eos_token")
-    eos_token = eos["content"] if isinstance(eos, dict) else eos
-    vocabulary = Tokenizer.from_file(str(folder / _TOKENIZER_FILE)).get_vocab(with_added_tokens=True)
+    try:
+        eos = json.loads((folder / _TOKENIZER_CONFIG).read_text(encoding="utf-8")).get("eos_token")
+        eos_token = eos["content"] if isinstance(eos, dict) else eos
+    except (ValueError, LookupError, AttributeError) as error:
+        raise ValueError(f"{folder / _TOKENIZER_CONFIG} is damaged: {error!r}") from error
+    vocabulary = load_tokenizer(folder / _TOKENIZER_FILE).get_vocab(with_added_tokens=True)
     if eos_token not in vocabulary:
         raise ValueError(f"{folder / _TOKENIZER_CONFIG}: eos_token={eos_token!r} is not in the tokenizer's vocabulary")
     return SavedTokenizer(folder=folder, vocab_size=max(vocabulary.values()) + 1, eos_id=vocabulary[eos_token])
@@ -199,23 +214,6 @@ def _check_tokenizer(data: Path, tokenizer: Path) -> None:
             f"{tokenizer} is not the tokenizer that the model was trained with: its sha256 is {found[:16]}…, but "
             f"{data} has {wanted!s:.16}…. Copy back the tokenizer folder of the prepared data"
         )
-
-
-def _read_metrics(path: Path) -> list[dict[str, float]]:
-    kept: list[dict[str, float]] = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        try:
-            values = json.loads(line)
-            step = values["progress/step"]
-        except (ValueError, LookupError, TypeError) as error:
-            if not line.endswith(b"\n"):  # the last one: a process was killed, or is at work, while it wrote
-                break
-            raise ValueError(f"{path}, line {number} is not a JSON object with progress/step: {error!r}") from error
-        if "progress/resumed" in values:
-            kept = [earlier for earlier in kept if earlier["progress/step"] <= step]
-        else:
-            kept.append(values)
-    return kept
 
 
 def _find_checkpoint(folder: Path, step: int | None) -> Path:

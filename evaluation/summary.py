@@ -6,29 +6,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from checkpoint.metrics import read_metrics
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the lines of a metrics.jsonl without those of steps that were lost in a crash and done again.
 
-    Raises: ValueError if there is no such file or a line is not JSON.
-    """
+def logged(run: Path) -> list[dict[str, float]]:
+    """Return what the run in ``run`` logged, at least a line. Raises: ValueError if it has not logged anything yet."""
+    path = run / "metrics.jsonl"
     if not path.exists():
-        raise ValueError(f"{path} does not exist: {path.parent} is not the folder of a run that has logged anything")
-    kept: list[dict[str, float]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            metrics = json.loads(line)
-        except json.JSONDecodeError as problem:
-            raise ValueError(
-                f"{path}, line {number} is not JSON ({problem}); a line cut off at the end goes when the run goes on"
-            ) from problem
-        if "progress/resumed" in metrics:
-            kept = [earlier for earlier in kept if earlier["progress/step"] <= metrics["progress/step"]]
-        else:
-            kept.append(metrics)
-    if not kept:
+        raise ValueError(f"{path} does not exist: {run} is not the folder of a run that has logged anything")
+    lines = read_metrics(path)
+    if not lines:
         raise ValueError(f"{path} is empty: the run has not logged a step yet")
-    return kept
+    return lines
 
 
 def last_line(lines: list[dict[str, float]], key: str) -> dict[str, float] | None:
@@ -38,7 +27,7 @@ def last_line(lines: list[dict[str, float]], key: str) -> dict[str, float] | Non
 
 def summary(run: Path) -> list[tuple[str, str]]:
     """Return the (label, value) rows of the summary of the run in ``run``."""
-    lines = read_metrics(run / "metrics.jsonl")
+    lines = logged(run)
     rows = [
         ("run folder", str(run)),
         ("steps, tokens", f"{lines[-1]['progress/step']:.0f} steps, {lines[-1]['progress/tokens']:,.0f} tokens"),
@@ -126,7 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _require_margin(run: Path, required: float) -> None:
-    line = last_line(read_metrics(run / "metrics.jsonl"), "eval/held_out/ce_top_k")
+    line = last_line(logged(run), "eval/held_out/ce_top_k")
     if line is None:
         sys.exit("error: the run was never evaluated, so its held-out loss is not known")
     margin = unigram_ce(run) - line["eval/held_out/ce_top_k"]

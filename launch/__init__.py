@@ -1,1 +1,1 @@
-"""Processes on machines: programs that start train.py and the other commands. Nothing here computes."""
+"""Processes on machines: what a run will need, whether a machine is ready for it, programs that start the others."""

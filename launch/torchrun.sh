@@ -5,6 +5,7 @@
 #   GPUS=2 launch/torchrun.sh ...                                                # two of them
 #   NODES=4 RENDEZVOUS=host0:29500 launch/torchrun.sh ...                        # the same line on each of 4 hosts
 #
+# Before the first run: python -m launch.preflight ... says whether it fits, python -m launch.doctor looks a host over.
 # Everything after the script's name goes to train.py. All hosts must see one run folder (run.root) and one data.root.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,6 +1,6 @@
 """How many parameters a decoder has, the bytes they need, and the arithmetic of a token, from ModelConfig alone.
 
-Activations are not counted: they depend on the backend and on what is recomputed.
+Activations are not counted: they depend on the backend and on what is recomputed (launch/activations.py).
 tests/model/test_counting.py compares every configuration with a built model.
 """
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from model.config import AttentionConfig, ModelConfig, QKNorm, RouterKind
+from moe_kernels import RoutingKind
+from moe_kernels.routing.plan import row_capacity
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,51 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     )
 
 
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of the decoder that ``config`` describes, by name, in the decoder's order."""
+    width = config.width
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (config.vocab_size, width)}
+    for layer in range(config.num_layers):
+        block = f"blocks.{layer}"
+        shapes[f"{block}.attention_norm.weight"] = (width,)
+        shapes |= {f"{block}.attention.{name}": shape for name, shape in _attention_shapes(config).items()}
+        shapes[f"{block}.mlp_norm.weight"] = (width,)
+        if config.is_moe_layer(layer):
+            E, N = config.moe.num_experts, config.moe.expert_width
+            shapes |= {
+                f"{block}.moe.w_gate_up": (E, 2 * N, width),
+                f"{block}.moe.w_down": (E, width, N),
+                f"{block}.moe.router.weight": (E, width),
+            }
+        else:
+            assert config.dense_width is not None  # ModelConfig refuses dense layers without a width
+            shapes |= {
+                f"{block}.mlp.gate_proj.weight": (config.dense_width, width),
+                f"{block}.mlp.up_proj.weight": (config.dense_width, width),
+                f"{block}.mlp.down_proj.weight": (width, config.dense_width),
+            }
+    shapes["norm.weight"] = (width,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, width)
+    return shapes
+
+
+def routed_rows(config: ModelConfig, *, num_tokens: int, routing: RoutingKind | None = None) -> int:
+    """Return R, the rows that a layer with experts allocates for a micro-batch of ``num_tokens``.
+
+    They do not depend on which experts are chosen. ``routing`` is the training's unless given.
+    """
+    moe = config.moe
+    return row_capacity(
+        routing or moe.routing.train,
+        T=num_tokens,
+        E=moe.num_experts,
+        K=moe.experts_per_token,
+        tile_m=moe.routing.tile_m,
+        rounding=moe.routing.rounding,
+    )
+
+
 def flops_per_token(config: ModelConfig, *, sequence_length: int) -> FlopsPerToken:
     """Return a token's training FLOPs in sequences of ``sequence_length`` tokens."""
     attention = config.attention
@@ -119,6 +166,27 @@ def _num_moe_layers(config: ModelConfig) -> int:
 
 def _query_and_key_width(attention: AttentionConfig) -> tuple[int, int]:
     return attention.num_heads * attention.head_width, attention.num_kv_heads * attention.head_width
+
+
+def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    attention = config.attention
+    query_width, key_width = _query_and_key_width(attention)
+    widths = {
+        "q_proj": (query_width, config.width),
+        "k_proj": (key_width, config.width),
+        "v_proj": (key_width, config.width),
+        "o_proj": (config.width, query_width),
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in widths.items():
+        shapes[f"{name}.weight"] = shape
+        if attention.bias:
+            shapes[f"{name}.bias"] = shape[:1]
+    if attention.qk_norm is QKNorm.full_width:
+        shapes |= {"q_norm.weight": (query_width,), "k_norm.weight": (key_width,)}
+    elif attention.qk_norm is QKNorm.per_head:
+        shapes |= {"q_norm.weight": (attention.head_width,), "k_norm.weight": (attention.head_width,)}
+    return shapes
 
 
 def _attention_matrices(config: ModelConfig) -> int:

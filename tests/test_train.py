@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.summary import read_metrics
+from checkpoint.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
 

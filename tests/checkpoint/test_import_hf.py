@@ -57,6 +57,18 @@ def test_what_transformers_5_saves_is_read(tmp_path, tiny, name, fused):
     assert_same_weights(tiny.weights_of(run), weights)
 
 
+@pytest.mark.parametrize("text", ["", "{", '{"model": {"type": "BPE"}}'], ids=repr)
+def test_a_damaged_tokenizer_is_named(tmp_path, tiny, capsys, text):
+    run, folder = exported(tmp_path, tiny, "olmoe")
+    for tokenizer in (folder / "tokenizer.json", run / "tokenizer" / "tokenizer.json"):
+        tokenizer.write_text(text)
+    assert importer.main([str(folder), str(tmp_path / "imported")]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {folder / 'tokenizer.json'} is damaged")
+    assert not any(tmp_path.glob("imported*"))
+    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged"):
+        open_saved_run(run)
+
+
 def test_an_import_that_cannot_be_written_or_read_is_told_in_one_line(tmp_path, tiny, capsys):
     _, folder = exported(tmp_path, tiny, "olmoe")
     (tmp_path / "file").touch()

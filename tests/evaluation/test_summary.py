@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.summary import main, read_metrics
+from evaluation.summary import main
 
 MANIFEST = {"unigram_ce_train_fit": 6.7, "unigram_entropy_held_out": 6.5, "held_out": {"tokens": 100}}
 
@@ -43,15 +43,25 @@ def test_summary_shows_losses_gap_unigram_and_throughput(tmp_path: Path, capsys:
         assert value in printed
 
 
-def test_steps_repeated_after_a_crash_replace_what_was_lost(tmp_path: Path) -> None:
-    resumed = step(10, **{"progress/resumed": 1.0})
-    lines = [step(10, a=1.0), step(20, a=2.0), step(30, a=3.0), resumed, step(20, a=4.0), step(20, b=5.0)]
-    kept = read_metrics(run_folder(tmp_path, lines) / "metrics.jsonl")
-    assert [(line["progress/step"], line.get("a"), line.get("b")) for line in kept] == [
-        (10, 1.0, None),
-        (20, 4.0, None),
-        (20, None, 5.0),
-    ]
+def test_a_last_line_that_is_still_being_written_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_folder(tmp_path, LINES)
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"progress/step": 30, "loss')
+    main([str(run)])
+    assert "20 steps, 2,000 tokens" in capsys.readouterr().out
+    (run / "metrics.jsonl").write_text('{"progress/step"')
+    with pytest.raises(SystemExit, match="has not logged a step yet"):
+        main([str(run)])
+
+
+def test_a_line_that_is_damaged_is_named(tmp_path: Path) -> None:
+    run = run_folder(tmp_path, LINES)
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write("damaged\n")
+    with pytest.raises(SystemExit, match=r"metrics\.jsonl, line 4 is not a JSON object"):
+        main([str(run)])
 
 
 def test_margin_is_measured_from_the_lower_unigram_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

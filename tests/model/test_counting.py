@@ -7,10 +7,18 @@ import torch
 from omegaconf import OmegaConf
 
 from model.config import ModelConfig, RouterKind, RoutingConfig
-from model.counting import StateDtypes, count_parameters, flops_per_token, kv_cache_bytes_per_token, state_bytes
+from model.counting import (
+    StateDtypes,
+    count_parameters,
+    flops_per_token,
+    kv_cache_bytes_per_token,
+    parameter_shapes,
+    routed_rows,
+    state_bytes,
+)
 from model.decoder import Decoder
 from model.moe import moe_problem
-from moe_kernels import BackendName, resolve_backend
+from moe_kernels import BackendName, RoutingKind, resolve_backend
 from tests.model.tiny_models import CPU, build, tiny_config, token_ids
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -44,6 +52,8 @@ def assert_counts_equal_the_built_model(config: ModelConfig) -> None:
     assert count.experts == experts
     assert count.active == sum(sizes.values()) - idle
     assert count.active_matmul == sum(sizes.values()) - idle - vectors - look_up
+    built = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    assert list(parameter_shapes(config).items()) == list(built.items())
 
 
 def test_there_is_a_file_for_every_named_shape():
@@ -149,3 +159,12 @@ def test_bytes_of_the_published_shapes():
     assert state_bytes(olmoe).total == 16 * count_parameters(olmoe).total
     assert kv_cache_bytes_per_token(olmoe, dtype=torch.bfloat16) == 16 * 16 * 128 * 2 * 2
     assert kv_cache_bytes_per_token(qwen, dtype=torch.bfloat16) == 48 * 4 * 128 * 2 * 2
+
+
+@pytest.mark.parametrize("routing", [RoutingKind.top_k, RoutingKind.token_rounding])
+def test_rows_are_those_that_a_forward_allocates(routing):
+    config = tiny_config()
+    decoder = build(config)
+    (moe, *_) = decoder.moe_layers()
+    routed = moe.router(torch.randn(96, config.width), routing=routing, seed=0)
+    assert routed_rows(config, num_tokens=96, routing=routing) == routed.routing.plan.R > 0

@@ -1,0 +1,72 @@
+"""How a run's parameters lie on its processes: the units that FSDP gathers and sums together, as training/parallel.py
+makes them, and each process's share of them."""
+
+from dataclasses import dataclass
+from math import ceil, prod
+
+from model.counting import parameter_shapes
+from training.config import Precision, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Parameters that are gathered together, and whose gradients are summed together."""
+
+    whole: int  # numbers
+    shard: int  # numbers of one process, padding included
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The parameters of a run on its processes."""
+
+    shards: int  # processes that hold one copy between them
+    is_sharded: bool  # by FSDP, if only over one process; else these are plain parameters
+    embed: Unit
+    blocks: tuple[Unit, ...]
+    head: Unit  # the final norm and the head; empty where they belong to ``embed``
+    is_tied: bool
+
+    @property
+    def shard(self) -> int:
+        """Numbers of one process."""
+        return sum(unit.shard for unit in (self.embed, *self.blocks, self.head))
+
+    @property
+    def whole(self) -> int:
+        """Numbers of all parameters."""
+        return sum(unit.whole for unit in (self.embed, *self.blocks, self.head))
+
+
+def layout_of(config: RunConfig, *, gpus: int) -> Layout:
+    """Return the layout of a run in ``gpus`` processes, whose parallel.shard_degree divides them."""
+    shards = config.parallel.shard_degree or gpus
+    is_tied = config.model.tie_embeddings
+    shapes_of: dict[str, list[tuple[int, ...]]] = {"head": []}
+    for name, shape in parameter_shapes(config.model).items():
+        shapes_of.setdefault(_unit_of(name, is_tied=is_tied), []).append(shape)
+    units = {
+        name: Unit(whole=sum(map(prod, shapes)), shard=sum(_shard(shape, shards) for shape in shapes))
+        for name, shapes in shapes_of.items()
+    }
+    return Layout(
+        shards=shards,
+        is_sharded=gpus > 1 or config.train.precision is not Precision.fp32,
+        embed=units["embed"],
+        blocks=tuple(units[f"blocks.{layer}"] for layer in range(config.model.num_layers)),
+        head=units["head"],
+        is_tied=is_tied,
+    )
+
+
+def _unit_of(name: str, *, is_tied: bool) -> str:
+    if name.startswith("blocks."):
+        return ".".join(name.split(".")[:2])
+    return "embed" if is_tied or name == "embed.weight" else "head"
+
+
+def _shard(shape: tuple[int, ...], shards: int) -> int:
+    """Numbers of one process: cut along the first dimension and padded, experts along their width if they are few."""
+    if len(shape) == 3 and shards > shape[0]:
+        return prod(shape) // shards
+    return ceil(shape[0] / shards) * prod(shape[1:])
