@@ -1,1 +1,1 @@
-"""The five ops as CuTe-DSL kernels. Everything here but ops.py, tiles.py and compile.py imports cutlass."""
+"""The ops as CuTe-DSL kernels. Everything here but ops.py, tiles.py and compile.py imports cutlass."""

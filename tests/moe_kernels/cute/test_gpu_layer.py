@@ -98,7 +98,7 @@ def kernels_of(run):
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    return [event.name for event in profiler.events() if event.device_type is DeviceType.CUDA]
+    return [event.name for event in profiler.events() if event.device_type == DeviceType.CUDA]
 
 
 def test_the_forward_is_four_launches_and_the_backward_six(inputs):
