@@ -55,7 +55,8 @@ def candidates(form: KernelForm) -> list[TileConfig]:
                 replace(rule, store_rows=64, stages=6),
             ]
         case _:  # weight gradients
-            tiles = [rule, replace(rule, longest_first=False), replace(rule, store_columns=32, store_sets=2)]
+            tiles = [rule, replace(rule, store_columns=32, store_sets=2)]
+    tiles.append(replace(rule, claims_units=False))
     return [tile for tile in dict.fromkeys(tiles) if why_invalid(form, tile, ARCH) is None]
 
 

@@ -34,7 +34,7 @@ def kernel_arguments(key: KernelKey) -> tuple:
     T, R, E, E1 = (cute.sym_int32() for _ in range(4))
     X, Y = key.contraction, key.columns
     token_R, offsets_E1 = _tensor(Int32, R), _tensor(Int32, E1)
-    clusters_and_stream = (Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True))
+    launch = (_tensor(Int32, 1), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True))  # counter, clusters, stream
     rows = _tensor(dtype, T if key.form.gathers else R, X)
     weights: Any
     tensors: tuple
@@ -55,9 +55,9 @@ def kernel_arguments(key: KernelKey) -> tuple:
         case _ if key.form.is_weight_grad:
             left_rows, right_rows = (T, R) if key.form.gathers_left else (R, T)
             grad = _tensor(cutlass.Float32 if key.form.accumulates else dtype, E, X, Y)
-            left, right, counter = _tensor(dtype, left_rows, X), _tensor(dtype, right_rows, Y), _tensor(Int32, 1)
-            return (left, right, token_R, offsets_E1, grad, counter, *clusters_and_stream)
-    return (rows, weights, token_R, offsets_E1, tensors, *clusters_and_stream)
+            left, right = _tensor(dtype, left_rows, X), _tensor(dtype, right_rows, Y)
+            return (left, right, token_R, offsets_E1, grad, *launch)
+    return (rows, weights, token_R, offsets_E1, tensors, *launch)
 
 
 def _tensor(dtype: type[cutlass.Numeric], *shape: Any) -> Any:

@@ -117,8 +117,9 @@ class CuteSm90Backend:
         grad_EXY = left.new_empty(plan.E, X, Y) if into is None else into
         form = KernelForm[f"weight_grad_{gathered.value}{'' if into is None else '_into'}"]
         kernel = self._kernel(form, X, Y, left.dtype, plan)
+        device = left.device
         arguments = (left, right, plan.token_R, plan.expert_offsets_E1, grad_EXY)
-        kernel(*arguments, self._counter(left.device), self._clusters(left.device))
+        kernel(*arguments, self._counter(device), self._clusters(device))
         return grad_EXY
 
     def _run_rows(
@@ -134,7 +135,9 @@ class CuteSm90Backend:
         if plan.R == 0:
             return
         kernel = self._kernel(form, contraction, columns, rows.dtype, plan)
-        kernel(rows, weights, plan.token_R, plan.expert_offsets_E1, tensors, self._clusters(rows.device))
+        device = rows.device
+        arguments = (rows, weights, plan.token_R, plan.expert_offsets_E1, tensors)
+        kernel(*arguments, self._counter(device), self._clusters(device))
 
     def _kernel(
         self, form: KernelForm, contraction: int, columns: int, dtype: torch.dtype, plan: RoutingPlan

@@ -86,7 +86,7 @@ class TileConfig:
     own_slots: bool = False  # in ping-pong: each warpgroup has epilogue memory of its own
     depth: int = TILE_DEPTH  # contraction elements of a stage
     cuts_last_column: bool = False  # a last column tile that is partly padding multiplies fewer columns
-    longest_first: bool = False  # weight gradients: clusters claim units, longest experts first
+    claims_units: bool = True  # clusters claim units as they go along; else each has every so many of them
 
     @property
     def warpgroup_rows(self) -> int:
@@ -144,8 +144,6 @@ def why_invalid(form: KernelForm, tile: TileConfig, arch: str) -> str | None:
             return f"depth={tile.depth} must be 32 or {TILE_DEPTH}"
     elif tile.depth != TILE_DEPTH:
         return f"depth={tile.depth} must be {TILE_DEPTH}: less is for weight gradients, whose operands lie across it"
-    elif tile.longest_first:
-        return "longest_first is for weight gradients"
     if form is KernelForm.down_backward:
         if tile.store_sets < 2:
             return "down_backward needs store_sets >= 2"
@@ -170,7 +168,7 @@ def rule_for(form: KernelForm, contraction: int, columns: int) -> TileConfig:
     """Return the tile for these widths where no measurement says otherwise (docs/kernels.md has the measurements)."""
     gather: dict[str, Any] = {"producer_registers": 56, "consumer_registers": 224}
     load: dict[str, Any] = {"producer_registers": 40, "consumer_registers": 232}
-    weight_grad: dict[str, Any] = {"ping_pong": False, "longest_first": True, **gather}
+    weight_grad: dict[str, Any] = {"ping_pong": False, **gather}
     match form:
         case KernelForm.up | KernelForm.up_inference:
             if columns >= 768:

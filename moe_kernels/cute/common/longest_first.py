@@ -12,16 +12,9 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, cute
 
+from moe_kernels.cute.common.scheduler import Work
+
 _WARP = 32
-
-
-class Work(NamedTuple):
-    """One unit of one expert; ``expert`` is -1 where there is none left."""
-
-    expert: Int32
-    unit: Int32  # within the expert
-    first_row: Int32
-    end_row: Int32
 
 
 class Cursor(NamedTuple):
@@ -30,7 +23,7 @@ class Cursor(NamedTuple):
     size: Int32  # the class, -1 behind the last
     smaller: Int32  # the largest class below that this pass has met
     window: Int32  # the first of the 32 experts
-    before: Int32  # units before this window's
+    before: Int32  # units before this window's; behind the last, all units
 
 
 class Step(NamedTuple):
@@ -72,45 +65,49 @@ def nth_member(members: Int32, index: Int32) -> Int32:
     return place
 
 
-@cute.jit
-def start_cursor(offsets_E1: cute.Tensor, units: int, depth: int, skips_empty: bool) -> tuple[Cursor, Int32]:
-    """Return the cursor of the first unit, and how many units there are. All lanes of a warp call it."""
-    largest, mine = Int32(-1), Int32(0)
-    windows = cute.ceil_div(offsets_E1.shape[0] - 1, _WARP)
-    for i in cutlass.range(windows, unroll=4):  # several reads in flight: nothing can start before this ends
-        _, _, size = _expert(offsets_E1, i * _WARP, depth, skips_empty)
-        largest = cutlass.max(largest, size)
-        mine += Int32(1) if size >= 0 else Int32(0)
-    cursor = Cursor(cute.arch.warp_redux_sync(largest, "max"), Int32(-1), Int32(0), Int32(0))
-    return cursor, cute.arch.warp_redux_sync(mine, "add") * units
+class LongestFirst:
+    """The order, where an expert makes ``units`` units whose length is its number of stages of ``depth`` rows.
 
-
-@cute.jit
-def find_work(
-    number: Int32, cursor: Cursor, offsets_E1: cute.Tensor, units: int, depth: int, skips_empty: bool
-) -> tuple[Work, Cursor]:
-    """Return the ``number``-th unit, longest experts first, and the cursor behind it. All lanes of a warp call it.
-
-    An expert makes ``units`` units, whose length is its number of stages of ``depth`` rows. Experts without rows come
-    last, or with ``skips_empty`` not at all.
+    Experts without rows come last, or with ``skips_empty`` not at all. All lanes of a warp call the methods.
     """
-    num_experts = offsets_E1.shape[0] - 1
-    members, first, end = Int32(0), Int32(0), Int32(0)
-    is_found = Boolean(False)
-    while not is_found and cursor.size >= 0:
-        first, end, size = _expert(offsets_E1, cursor.window, depth, skips_empty)
-        members = cute.arch.vote_ballot_sync(size == cursor.size)
-        smaller = cute.arch.warp_redux_sync(size if size < cursor.size else Int32(-1), "max")
-        is_found, cursor = look(number, cursor, members, smaller, num_experts, units)
-    expert, unit = Int32(-1), Int32(0)
-    if is_found:
-        index = (number - cursor.before) // units
-        owner = nth_member(members, index)
-        expert, unit = cursor.window + owner, number - cursor.before - index * units
-        first, end = cute.arch.shuffle_sync(first, owner), cute.arch.shuffle_sync(end, owner)
-    else:
-        first, end = Int32(0), Int32(0)
-    return Work(expert, unit, first, end), cursor
+
+    def __init__(self, *, units: int, depth: int, skips_empty: bool) -> None:
+        self.units, self.depth, self.skips_empty = units, depth, skips_empty
+
+    def no_cursor(self) -> Cursor:
+        """Return a cursor that stands nowhere."""
+        return Cursor(*[Int32(0)] * 4)
+
+    @cute.jit
+    def start(self, offsets_E1: cute.Tensor) -> Cursor:
+        """Return the cursor of the first unit."""
+        largest = Int32(-1)
+        windows = cute.ceil_div(offsets_E1.shape[0] - 1, _WARP)
+        for i in cutlass.range(windows, unroll=4):  # several reads in flight: nothing can start before this ends
+            _, _, size = _expert(offsets_E1, i * _WARP, self.depth, self.skips_empty)
+            largest = cutlass.max(largest, size)
+        return Cursor(cute.arch.warp_redux_sync(largest, "max"), Int32(-1), Int32(0), Int32(0))
+
+    @cute.jit
+    def find(self, number: Int32, cursor: Cursor, offsets_E1: cute.Tensor) -> tuple[Work, Cursor]:
+        """Return the ``number``-th unit and the cursor behind it."""
+        num_experts = offsets_E1.shape[0] - 1
+        members, first, end = Int32(0), Int32(0), Int32(0)
+        is_found = Boolean(False)
+        while not is_found and cursor.size >= 0:
+            first, end, size = _expert(offsets_E1, cursor.window, self.depth, self.skips_empty)
+            members = cute.arch.vote_ballot_sync(size == cursor.size)
+            smaller = cute.arch.warp_redux_sync(size if size < cursor.size else Int32(-1), "max")
+            is_found, cursor = look(number, cursor, members, smaller, num_experts, self.units)
+        expert, unit = Int32(-1), Int32(0)
+        if is_found:
+            index = (number - cursor.before) // self.units
+            owner = nth_member(members, index)
+            expert, unit = cursor.window + owner, number - cursor.before - index * self.units
+            first, end = cute.arch.shuffle_sync(first, owner), cute.arch.shuffle_sync(end, owner)
+        else:
+            first, end = Int32(0), Int32(0)
+        return Work(expert, unit, first, end), cursor
 
 
 @cute.jit

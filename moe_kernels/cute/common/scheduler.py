@@ -24,17 +24,30 @@ class TilePlace(NamedTuple):
     is_alone: Boolean  # the two CTAs share rows and not weights
 
 
-class RowTile(NamedTuple):
-    """One CTA's tile, or none if ``is_found`` is false; with the window in which the search for the next one starts."""
+class Work(NamedTuple):
+    """One unit of one expert; ``expert`` is -1 where there is none left."""
 
-    is_found: Boolean
+    expert: Int32
+    unit: Int32  # within the expert
+    first_row: Int32
+    end_row: Int32
+
+
+class RowTile(NamedTuple):
+    """One CTA's tile of a unit; there is none if ``expert`` is -1."""
+
     expert: Int32
     column: Int32
     first_row: Int32
     end_row: Int32  # end of the expert's rows, which may lie inside or beyond the tile
     is_alone: Boolean
-    window_expert: Int32
-    window_unit: Int32
+
+
+class RowCursor(NamedTuple):
+    """How far a search for a unit is: the 32 experts that it looks at."""
+
+    window: Int32  # the first of them
+    before: Int32  # units of the experts before; behind the last expert, all units
 
 
 @cute.jit
@@ -64,53 +77,56 @@ def place_unit(
     return TilePlace(row_tile, column, is_alone)
 
 
-@cute.jit
-def find_row_tile(
-    unit: Int32,
-    window_expert: Int32,
-    window_unit: Int32,
-    offsets: cute.Tensor,
-    rank: Int32,
-    columns: cutlass.Constexpr,
-    tile_rows: cutlass.Constexpr,
-) -> RowTile:
-    """Return the tile of ``unit`` for the CTA ``rank``. All lanes of a warp call it and get the same answer.
+class ExpertByExpert:
+    """The order of the units of an output that is ``columns`` column tiles wide.
 
-    Each lane counts the units of one expert, 32 experts at a time. The search starts at the expert ``window_expert``,
-    whose first unit is ``window_unit``; units asked for must not fall below it.
+    All lanes of a warp call the methods and get the same answer: each counts the units of one expert, 32 at a time.
     """
-    lane = cute.arch.lane_idx()
-    num_experts = offsets.shape[0] - 1
-    start, end, last = Int32(0), Int32(0), Int32(0)
-    searching = Boolean(True)
-    while searching:
-        expert = window_expert + lane
-        start = offsets[cutlass.min(expert, num_experts)]
-        end = offsets[cutlass.min(expert + 1, num_experts)]
-        last = window_unit + _sum_to_lane(units_of(end - start, columns, tile_rows), lane)
-        window_end = cute.arch.shuffle_sync(last, _WARP - 1)
-        searching = window_end <= unit and window_expert + _WARP < num_experts
-        if searching:
-            window_expert += _WARP
-            window_unit = window_end
-    before = cute.arch.popc(cute.arch.vote_ballot_sync(last <= unit))
-    is_found = before < _WARP
-    owner = cutlass.min(before, _WARP - 1)
-    start = cute.arch.shuffle_sync(start, owner)
-    end = cute.arch.shuffle_sync(end, owner)
-    first = cute.arch.shuffle_sync(last, owner) - units_of(end - start, columns, tile_rows)
-    place = place_unit(unit - first, end - start, rank, columns, tile_rows)
-    uniform = cute.arch.make_warp_uniform
-    return RowTile(
-        is_found,
-        uniform(window_expert + owner),
-        uniform(place.column),
-        uniform(start + place.row_tile * tile_rows),
-        uniform(end),
-        place.is_alone,
-        window_expert,
-        window_unit,
-    )
+
+    def __init__(self, *, columns: int, tile_rows: int) -> None:
+        self.columns, self.tile_rows = columns, tile_rows
+
+    def no_cursor(self) -> RowCursor:
+        """Return a cursor that stands nowhere."""
+        return RowCursor(Int32(0), Int32(0))
+
+    def start(self, offsets_E1: cute.Tensor) -> RowCursor:
+        """Return the cursor of the first unit."""
+        return RowCursor(Int32(0), Int32(0))
+
+    @cute.jit
+    def find(self, number: Int32, cursor: RowCursor, offsets_E1: cute.Tensor) -> tuple[Work, RowCursor]:
+        """Return the ``number``-th unit and the cursor behind it. Numbers must be asked for in rising order."""
+        num_experts = offsets_E1.shape[0] - 1
+        window, before = cursor
+        first, end, units, last = Int32(0), Int32(0), Int32(0), Int32(0)
+        is_found, searching = Boolean(False), Boolean(True)
+        while searching:
+            expert = window + cute.arch.lane_idx()
+            first = offsets_E1[cutlass.min(expert, num_experts)]
+            end = offsets_E1[cutlass.min(expert + 1, num_experts)]
+            units = units_of(end - first, self.columns, self.tile_rows)
+            last = before + _sum_to_lane(units, cute.arch.lane_idx())
+            window_end = cute.arch.shuffle_sync(last, _WARP - 1)
+            is_found = number < window_end
+            if not is_found:
+                window += _WARP
+                before = window_end
+            searching = not is_found and window < num_experts
+        expert, unit = Int32(-1), Int32(0)
+        if is_found:
+            owner = cute.arch.popc(cute.arch.vote_ballot_sync(last <= number))
+            expert, unit = window + owner, number - cute.arch.shuffle_sync(last - units, owner)
+            first, end = cute.arch.shuffle_sync(first, owner), cute.arch.shuffle_sync(end, owner)
+        return Work(expert, unit, first, end), RowCursor(window, before)
+
+
+@cute.jit
+def row_tile(work: Work, rank: Int32, columns: cutlass.Constexpr, tile_rows: cutlass.Constexpr) -> RowTile:
+    """Return the tile of ``work`` for the CTA ``rank``."""
+    place = place_unit(work.unit, work.end_row - work.first_row, rank, columns, tile_rows)
+    first_row = work.first_row + place.row_tile * tile_rows
+    return RowTile(work.expert, place.column, first_row, work.end_row, place.is_alone)
 
 
 @cute.jit

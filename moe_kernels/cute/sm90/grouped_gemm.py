@@ -12,6 +12,8 @@ Every expert multiplies its own rows with its own matrix. 384 threads a block, c
     empty[s]  every consumer warp of both blocks                        -> the producers of both: weights are multicast
     named barriers 1, 2: a warpgroup's turn with the tensor cores; 3 to 6: epilogue.py
 
+Which tiles a cluster computes it reads from its queue (work_queue.py), into which warp 0 of its first block posts.
+
 Letters: mA (rows, X), mB (Y, X, E) or (N, X, 2, E) for [gate | up] weights; X is the contraction, Y or N the columns.
 """
 # mypy: disable-error-code="import-not-found, no-untyped-def, valid-type, attr-defined"
@@ -35,9 +37,10 @@ from cutlass.pipeline import (
 from cutlass.tensor_utils import LayoutEnum
 
 from moe_kernels.cute.common.ring import advance, next_stage, skip
-from moe_kernels.cute.common.scheduler import CLUSTER, find_row_tile
+from moe_kernels.cute.common.scheduler import CLUSTER, ExpertByExpert, row_tile
 from moe_kernels.cute.common.views import load_origin, loads_end_at_row
 from moe_kernels.cute.sm90.epilogue import TmaView, make_epilogue
+from moe_kernels.cute.sm90.work_queue import FIELDS, SLOTS, WorkQueue, lookahead
 from moe_kernels.cute.tiles import SHARED_MEMORY_BYTES, TILE_DEPTH, KernelForm, TileConfig
 
 _WARPGROUP = 128
@@ -54,7 +57,6 @@ class Operands(NamedTuple):
     weights: TmaView
     weights_alone: TmaView
     token_R: cute.Tensor
-    offsets_E1: cute.Tensor
 
 
 class SharedTensors(NamedTuple):
@@ -98,6 +100,14 @@ class GroupedGemm:
         self.column_tiles = -(-columns // (tile.columns // self.halves))
         self.last_columns = self._last_columns(columns) if tile.cuts_last_column else tile.columns
         self.consumer_warps = 4 if tile.ping_pong else 8
+        self.ahead = lookahead(self.k_tiles)
+        self.queue = WorkQueue(
+            order=ExpertByExpert(columns=self.column_tiles, tile_rows=tile.rows),
+            claims=tile.claims_units,
+            readers=8 + (4 if self.gathers else 1),
+            claimed_units=self.ahead.claimed_units,
+            posted_units=self.ahead.posted_units,
+        )
         self.epilogue = make_epilogue(form, dtype=dtype, tile=tile, column_tiles=self.column_tiles)
 
     def _last_columns(self, columns: int) -> int:
@@ -120,10 +130,11 @@ class GroupedGemm:
         token_R: cute.Tensor,
         offsets_E1: cute.Tensor,
         epilogue_tensors: tuple,  # its outputs, then its own inputs
+        counter: cute.Tensor,
         num_clusters: Int32,
         stream: CUstream,
     ) -> None:
-        """Launch on ``num_clusters`` clusters."""
+        """Launch on ``num_clusters`` clusters. ``counter`` (1,) holds zero, and will again."""
         self._make_layouts()
         mB = self._weights_view(weights)
         box_layout = cute.slice_(self.sB_box_layout, (*[None] * (cute.rank(self.sB_box_layout) - 1), 0))
@@ -143,11 +154,13 @@ class GroupedGemm:
                     (self.tile.rows, TILE_DEPTH),
                 )
             )
-        operands = Operands(rows_view, TmaView(*multicast), TmaView(*alone), token_R, offsets_E1)
+        operands = Operands(rows_view, TmaView(*multicast), TmaView(*alone), token_R)
         self.storage = self._make_storage()
         assert self.storage.size_in_bytes() <= SHARED_MEMORY_BYTES["sm90"]
         self.kernel(
             operands,
+            offsets_E1,
+            counter,
             self.epilogue.views(epilogue_tensors),
             self._make_mma(),
             self.sA_layout,
@@ -194,10 +207,13 @@ class GroupedGemm:
     def _make_storage(self) -> type:
         operand = cute.struct.Align
         epilogue = self.epilogue
+        slots, slot_barriers = self.queue.storage()
 
         @cute.struct
         class Storage:
             ring: cute.struct.MemRange[Int64, 2 * self.tile.stages]
+            work_barriers: slot_barriers
+            work_slots: slots
             loads: cute.struct.MemRange[Int64, max(1, 2 * self.tile.load_stages)]
             sA: operand[cute.struct.MemRange[self.dtype, cute.cosize(self.sA_layout)], 1024]
             sB: operand[cute.struct.MemRange[self.dtype, cute.cosize(self.sB_layout)], 1024]
@@ -212,6 +228,8 @@ class GroupedGemm:
     def kernel(
         self,
         operands: Operands,
+        offsets_E1: cute.Tensor,
+        counter: cute.Tensor,
         views: tuple,
         mma: cute.TiledMma,
         sA_layout: cute.ComposedLayout,
@@ -248,17 +266,21 @@ class GroupedGemm:
             MbarrierArray(ring + stages, stages, (PipelineOp.AsyncThread, empty_group)),
             self._load_barriers(storage),
         )
+        slots = storage.work_slots.get_tensor(cute.make_layout((FIELDS, SLOTS)))
+        queue = self.queue.start(offsets_E1, counter, slots, storage.work_barriers.data_ptr())
         pipeline_init_arrive(cluster_shape_mn=(CLUSTER, 1), is_relaxed=True)
         pipeline_init_wait(cluster_shape_mn=(CLUSTER, 1))
         if group == 0:
             cute.arch.setmaxregister_decrease(self.tile.producer_registers)
             if const_expr(self.gathers):
-                self._gather(operands, shared, barriers, tidx, warp, rank)
+                self._gather(operands, queue, shared, barriers, tidx, warp, rank)
             elif warp == 0:
-                self._load(operands, shared, barriers, rank)
+                self._load(operands, queue, shared, barriers, warp, rank)
         else:
             cute.arch.setmaxregister_increase(self.tile.consumer_registers)
-            self._consume(operands, views, shared, sStore, sLoad, mma, barriers, tidx, warp, group, rank)
+            self._consume(queue, views, shared, sStore, sLoad, mma, barriers, tidx, warp, group, rank)
+        cute.arch.cluster_arrive()  # nothing may reach the shared memory of a block that has ended
+        cute.arch.cluster_wait()
 
     def _load_barriers(self, storage):
         if self.tile.load_stages == 0:
@@ -267,10 +289,21 @@ class GroupedGemm:
         return MbarrierArray(storage.loads.data_ptr(), 2 * self.tile.load_stages, (PipelineOp.TmaLoad, group))
 
     @cute.jit
-    def _find(self, operands, unit, window_expert, window_unit, rank):
-        return find_row_tile(
-            unit, window_expert, window_unit, operands.offsets_E1, rank, self.column_tiles, self.tile.rows
-        )
+    def _next_tile(self, queue, turn, warp, rank):
+        """Return this block's tile of the cluster's ``turn``-th unit."""
+        return row_tile(self.queue.read(queue, turn, warp), rank, self.column_tiles, self.tile.rows)
+
+    @cute.jit
+    def _post_ahead(self, queue, cursor, number, turn, k):
+        """Post and claim what is due at stage ``k`` of the ``turn``-th unit, in this order: a post uses the last claim.
+
+        Returns the cursor and the number of the warp that posts.
+        """
+        if k == self.ahead.post_at:
+            cursor = self.queue.post(queue, cursor, number, turn + self.ahead.posted_units)
+        if k == self.ahead.claim_at:
+            number = self.queue.claim(queue, number)
+        return cursor, number
 
     def _partition_weights(self, view, sB_box, tile, rank=0, blocks=1):
         box = (self.tile.columns // self.halves, TILE_DEPTH, *[2] * (self.halves - 1))
@@ -304,29 +337,28 @@ class GroupedGemm:
         )
 
     @cute.jit
-    def _load(self, operands, shared, barriers, rank):
+    def _load(self, operands, queue, shared, barriers, warp, rank):
         """Feed the ring by TMA alone. One warp."""
-        _, unit, _ = cute.arch.block_idx()
-        _, num_clusters, _ = cute.arch.grid_dim()
-        stage, phase = Int32(0), Int32(1)
-        tile = self._find(operands, unit, Int32(0), Int32(0), rank)
-        while tile.is_found:
+        stage, phase, turn = Int32(0), Int32(1), Int32(0)
+        cursor, number = self.queue.start_posting(queue, warp, rank)
+        tile = self._next_tile(queue, turn, warp, rank)
+        while tile.expert >= 0:
             dst, src = self._partition_rows(operands, shared, tile)
             for k in cutlass.range(self.k_tiles, unroll=1):
                 barriers.empty.wait(stage, phase)
                 barrier = barriers.full.get_barrier(stage)
                 self._issue_weights(operands, shared, tile, k, stage, barrier, rank)
                 cute.copy(operands.rows.atom, src[None, k], dst[None, stage], tma_bar_ptr=barrier)
+                if rank == 0:
+                    cursor, number = self._post_ahead(queue, cursor, number, turn, k)
                 stage, phase = advance(stage, phase, self.tile.stages)
-            unit += num_clusters
-            tile = self._find(operands, unit, tile.window_expert, tile.window_unit, rank)
-        self._drain(barriers, stage, phase)
+            turn += 1
+            tile = self._next_tile(queue, turn, warp, rank)
+        self.queue.end(queue, cursor, number, turn, warp, rank)
 
     @cute.jit
-    def _gather(self, operands, shared, barriers, tidx, warp, rank):
+    def _gather(self, operands, queue, shared, barriers, tidx, warp, rank):
         """Feed the ring, all four warps copying rows that ``token_R`` names."""
-        _, unit, _ = cute.arch.block_idx()
-        _, num_clusters, _ = cute.arch.grid_dim()
         cache = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
         atom = cute.make_copy_atom(cache, self.dtype, num_bits_per_copy=128)
         threads = cute.make_ordered_layout((_ROWS_PER_PASS, TILE_DEPTH // _CHUNK), order=(1, 0))
@@ -337,15 +369,15 @@ class GroupedGemm:
         tokens_next = cute.make_rmem_tensor((passes,), Int32)
         first_column = (tidx % (TILE_DEPTH // _CHUNK)) * _CHUNK
         base = operands.rows.tensor.iterator + cute.assume(first_column, divby=_CHUNK)
-        stage, phase = Int32(0), Int32(1)
-        tile = self._find(operands, unit, Int32(0), Int32(0), rank)
+        posts = warp == 0 and rank == 0
+        stage, phase, turn = Int32(0), Int32(1), Int32(0)
+        cursor, number = self.queue.start_posting(queue, warp, rank)
+        tile = self._next_tile(queue, turn, warp, rank)
         self._read_indices(operands.token_R, tile, tidx, tokens_next)
-        while tile.is_found:
+        while tile.expert >= 0:
             for i in cutlass.range_constexpr(passes):
                 tokens[i] = tokens_next[i]
-            unit += num_clusters
-            upcoming = self._find(operands, unit, tile.window_expert, tile.window_unit, rank)
-            self._read_indices(operands.token_R, upcoming, tidx, tokens_next)
+            upcoming = tile
             for k in cutlass.range(self.k_tiles, unroll=1):
                 barriers.empty.wait(stage, phase)
                 if warp == 0:
@@ -354,9 +386,15 @@ class GroupedGemm:
                 for i in cutlass.range_constexpr(passes):
                     self._copy_chunk(atom, base, tokens[i], k, first_column, tAsA[None, i, 0, stage])
                 barriers.full.arrive(stage, None)
+                if posts:
+                    cursor, number = self._post_ahead(queue, cursor, number, turn, k)
+                if k == self.ahead.read_at:
+                    upcoming = self._next_tile(queue, turn + 1, warp, rank)
+                    self._read_indices(operands.token_R, upcoming, tidx, tokens_next)
                 stage, phase = advance(stage, phase, self.tile.stages)
+            turn += 1
             tile = upcoming
-        self._drain(barriers, stage, phase)
+        self.queue.end(queue, cursor, number, turn, warp, rank)
 
     @cute.jit
     def _copy_chunk(self, atom, base, token, k, column, dst):
@@ -375,24 +413,15 @@ class GroupedGemm:
     @cute.jit
     def _read_indices(self, token_R, tile, tidx, tokens):
         """Read the tokens of this thread's rows, -1 for rows past the expert's end."""
-        if tile.is_found:
+        if tile.expert >= 0:
             for i in cutlass.range_constexpr(self.tile.rows // _ROWS_PER_PASS):
                 row = tile.first_row + tidx // (TILE_DEPTH // _CHUNK) + _ROWS_PER_PASS * i
                 tokens[i] = token_R[row] if row < tile.end_row else Int32(-1)
 
     @cute.jit
-    def _drain(self, barriers, stage, phase):
-        """Wait until every stage was released, so that no arrival reaches a block that has ended."""
-        for _ in cutlass.range_constexpr(self.tile.stages):
-            barriers.empty.wait(stage, phase)
-            stage, phase = advance(stage, phase, self.tile.stages)
-
-    @cute.jit
-    def _consume(self, operands, views, shared, sStore, sLoad, mma, barriers, tidx, warp, group, rank):
+    def _consume(self, queue, views, shared, sStore, sLoad, mma, barriers, tidx, warp, group, rank):
         """Multiply what the ring brings and hand each tile to the epilogue."""
-        _, cluster, _ = cute.arch.block_idx()
-        _, num_clusters, _ = cute.arch.grid_dim()
-        tile_config, stages = self.tile, self.tile.stages
+        tile_config = self.tile
         consumer = group - 1
         in_group = tidx % _WARPGROUP
         row_offset = Int32(0) if const_expr(tile_config.ping_pong) else consumer * tile_config.warpgroup_rows
@@ -401,47 +430,49 @@ class GroupedGemm:
         wide = self._products(shared, consumer, acc, tile_config.columns)
         narrow = self._products(shared, consumer, acc, self.last_columns)
         blocks = tile_config.warpgroup_rows // 64
-        lane = tidx % 32
-        step = num_clusters
-        unit = cluster
-        stage, phase, released = Int32(0), Int32(0), Int32(0)
+        hand_over = (barriers, consumer, tidx % 32)
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        state = self.epilogue.start(views, sStore, sLoad, mma, barriers.loaded, in_group, warp, consumer)
         if const_expr(tile_config.ping_pong):
-            step = 2 * num_clusters
-            if consumer == 1:
-                unit += num_clusters
-                stage, phase = skip(stage, phase, self.k_tiles, stages)
-                released = stage
+            if consumer == 1:  # before it asks for its own tile, which may be posted only while the other multiplies
                 cute.arch.barrier_arrive(barrier_id=_TURN, number_of_threads=2 * _WARPGROUP)
                 self.epilogue.give_turn(consumer)
-        state = self.epilogue.start(views, sStore, sLoad, mma, barriers.loaded, in_group, warp, consumer)
-        tile = self._find(operands, unit, Int32(0), Int32(0), rank)
-        while tile.is_found:
+        tile = self._next_tile(queue, turn, warp, rank)
+        if const_expr(tile_config.ping_pong):
+            if consumer == 1:
+                stage, phase, turn, tile = self._pass_over(queue, tile, turn, stage, phase, warp, rank)
+        while tile.expert >= 0:
             first_row = tile.first_row + row_offset
             has_rows = first_row < tile.end_row
             if has_rows:
                 self.epilogue.begin_tile(state, first_row, tile.end_row, tile.column)
             if const_expr(tile_config.ping_pong):
                 cute.arch.barrier(barrier_id=_TURN + consumer, number_of_threads=2 * _WARPGROUP)
-            ring = (stage, phase, released)
-            unit += step
-            search = (operands, unit, tile.window_expert, tile.window_unit, rank)
-            hand_over = (barriers, consumer, lane)
             is_full = first_row + 64 * (blocks - 1) < tile.end_row
-            upcoming = tile
             if const_expr(self.last_columns < tile_config.columns):
                 if tile.column < self.column_tiles - 1:
-                    stage, phase, released, upcoming = self._multiply(wide, hand_over, ring, search, tile, is_full)
+                    stage, phase = self._multiply(wide, hand_over, stage, phase, is_full)
                 else:
-                    stage, phase, released, upcoming = self._multiply(narrow, hand_over, ring, search, tile, is_full)
+                    stage, phase = self._multiply(narrow, hand_over, stage, phase, is_full)
             else:
-                stage, phase, released, upcoming = self._multiply(wide, hand_over, ring, search, tile, is_full)
-            if const_expr(tile_config.ping_pong):
-                stage, phase = skip(stage, phase, self.k_tiles, stages)
-                released = stage
+                stage, phase = self._multiply(wide, hand_over, stage, phase, is_full)
             if has_rows:
                 self.epilogue.finish_tile(state, acc, first_row, tile.end_row, tile.column)
-            tile = upcoming
+            turn += 1
+            tile = self._next_tile(queue, turn, warp, rank)
+            if const_expr(tile_config.ping_pong):
+                stage, phase, turn, tile = self._pass_over(queue, tile, turn, stage, phase, warp, rank)
         self.epilogue.end(state)
+
+    @cute.jit
+    def _pass_over(self, queue, others, turn, stage, phase, warp, rank):
+        """Return the ring's place behind a tile that is the other warpgroup's, and the tile after it with its turn."""
+        stage, phase = skip(stage, phase, self.k_tiles, self.tile.stages)
+        tile = others
+        if others.expert >= 0:  # else it says that nothing follows, and is the last to be read
+            turn += 1
+            tile = self._next_tile(queue, turn, warp, rank)
+        return stage, phase, turn, tile
 
     def _products(self, shared, consumer, acc, columns):
         """Return the products of a tile's first ``columns`` columns for one warpgroup."""
@@ -463,26 +494,20 @@ class GroupedGemm:
         cute.gemm(mma, acc, a, b, acc)
 
     @cute.jit
-    def _multiply(self, products, hand_over, ring, search, tile, is_full):
-        """Multiply, but no last block of 64 rows that holds no row, and find the next tile: ``_run``."""
+    def _multiply(self, products, hand_over, stage, phase, is_full):
+        """Multiply, but no last block of 64 rows that holds no row: ``_run``."""
         blocks = self.tile.warpgroup_rows // 64
-        stage, phase, released = ring
-        upcoming = tile
         if is_full:
-            stage, phase, released, upcoming = self._run(products, hand_over, ring, search, blocks)
+            stage, phase = self._run(products, hand_over, stage, phase, blocks)
         else:
-            stage, phase, released, upcoming = self._run(products, hand_over, ring, search, blocks - 1)
-        return stage, phase, released, upcoming
+            stage, phase = self._run(products, hand_over, stage, phase, blocks - 1)
+        return stage, phase
 
     @cute.jit
-    def _run(self, products, hand_over, ring, search, blocks: cutlass.Constexpr):
-        """Multiply the first ``blocks`` blocks of 64 rows, and meanwhile find the next tile.
-
-        Returns the new place in the ring and the next tile. The products are complete.
-        """
+    def _run(self, products, hand_over, stage, phase, blocks: cutlass.Constexpr):
+        """Multiply the first ``blocks`` blocks of 64 rows. Returns the new place in the ring; products are complete."""
         barriers, consumer, lane = hand_over
-        stage, phase, released = ring
-        stages = self.tile.stages
+        released, stages = stage, self.tile.stages
         mma = self._make_mma(products.columns)  # its accumulate flag changes in here: one of its own for each branch
         mma.set(warpgroup.Field.ACCUMULATE, False)
         for k in cutlass.range(self.k_tiles, unroll=1):
@@ -505,10 +530,8 @@ class GroupedGemm:
                 released = next_stage(released, stages)
         if const_expr(self.tile.ping_pong):
             cute.arch.barrier_arrive(barrier_id=_TURN + 1 - consumer, number_of_threads=2 * _WARPGROUP)
-        upcoming = self._find(*search)
         if const_expr(blocks > 0):
             warpgroup.wait_group(0)
         if lane < CLUSTER:
             barriers.empty.arrive(released, lane)
-        released = next_stage(released, stages)
-        return stage, phase, released, upcoming
+        return stage, phase

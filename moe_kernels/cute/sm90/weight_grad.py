@@ -9,8 +9,9 @@ An expert's rows end anywhere within a stage. There cp.async writes zeros on the
 (common/views.py), so that nothing of another expert or of an unused row, NaN included, gets into a sum. An expert
 without rows multiplies one stage of zeros; where the output is added to, it is passed over.
 
-A unit of work is one tile for each of the cluster's blocks; their order: work_queue.py. The two consumer warpgroups
-split a tile's rows, or in ping-pong take units in turn, so that one multiplies while the other stores.
+A unit of work is one tile for each of the cluster's blocks, read from the cluster's queue (work_queue.py). The two
+consumer warpgroups split a tile's rows, or in ping-pong take units in turn, so that one multiplies while the other
+stores.
 
 Letters: mA (X, rows), mB (Y, rows), output (E, X, Y).
 """
@@ -32,11 +33,12 @@ from cutlass.pipeline import (
 )
 from cutlass.tensor_utils import LayoutEnum
 
+from moe_kernels.cute.common.longest_first import LongestFirst
 from moe_kernels.cute.common.ring import advance, next_stage, skip_by
 from moe_kernels.cute.common.scheduler import CLUSTER
 from moe_kernels.cute.common.views import load_origin, loads_end_at_row
 from moe_kernels.cute.sm90.epilogue import TmaView, make_epilogue
-from moe_kernels.cute.sm90.work_queue import SLOTS, WorkQueue
+from moe_kernels.cute.sm90.work_queue import FIELDS, SLOTS, WorkQueue
 from moe_kernels.cute.tiles import SHARED_MEMORY_BYTES, KernelForm, TileConfig
 
 _WARPGROUP = 128
@@ -65,9 +67,9 @@ class WeightGrad:
             (tile.rows, tile.columns) if self.left_gathered else (tile.columns, tile.rows)
         )
         self.row_threads = _WARPGROUP * _CHUNK // self.gathered_tile  # tokens that the warpgroup copies at a time
-        self.queue = WorkQueue(
-            units=row_units * self.column_units, longest_first=tile.longest_first, skips_empty=form.accumulates
-        )
+        units = row_units * self.column_units
+        order = LongestFirst(units=units, depth=tile.depth, skips_empty=form.accumulates)
+        self.queue = WorkQueue(order=order, claims=tile.claims_units, readers=12)
         self.epilogue = make_epilogue(form, dtype=dtype, tile=tile, column_tiles=column_tiles)
 
     # ---- host
@@ -163,7 +165,7 @@ class WeightGrad:
         full = MbarrierArray(barriers, stages, (PipelineOp.AsyncLoad, full_group), self.tma_bytes)
         empty_group = CooperativeGroup(Agent.Thread, (4 if self.tile.ping_pong else 8) * CLUSTER)
         empty = MbarrierArray(barriers + stages, stages, (PipelineOp.AsyncThread, empty_group))
-        slots = storage.work_slots.get_tensor(cute.make_layout((4, SLOTS)))
+        slots = storage.work_slots.get_tensor(cute.make_layout((FIELDS, SLOTS)))
         work = self.queue.start(offsets_E1, counter, slots, storage.work_barriers.data_ptr())
         pipeline_init_arrive(cluster_shape_mn=(CLUSTER, 1), is_relaxed=True)
         pipeline_init_wait(cluster_shape_mn=(CLUSTER, 1))
@@ -198,8 +200,6 @@ class WeightGrad:
     @cute.jit
     def _gather(self, gathered, packed, token_R, queue, sGathered, sPacked, full, empty, tidx, warp, rank):
         """Feed the ring: all four warps copy tokens' values, the first also issues TMA and posts units."""
-        _, cluster, _ = cute.arch.block_idx()
-        _, num_clusters, _ = cute.arch.grid_dim()
         posts = warp == 0 and rank == 0
         atom = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), self.dtype, num_bits_per_copy=128
@@ -212,9 +212,8 @@ class WeightGrad:
         tokens = cute.make_rmem_tensor((passes,), Int32)
         both = Int32((1 << CLUSTER) - 1)
         stage, phase, turn = Int32(0), Int32(1), Int32(0)
-        if const_expr(self.tile.longest_first):
-            cursor, num_units = self.queue.start_posting(queue, cluster, warp, rank)
-        work = self.queue.next(queue, turn, warp)
+        cursor, number = self.queue.start_posting(queue, warp, rank)
+        work = self.queue.read(queue, turn, warp)
         while work.expert >= 0:
             row_tile, column_tile = self._place(work.unit, rank)
             gathered_at, packed_at = column_tile, row_tile
@@ -222,7 +221,6 @@ class WeightGrad:
                 gathered_at, packed_at = row_tile, column_tile
             first, end = work.first_row, work.end_row
             k_tiles = self._k_tiles(work)
-            number = Int32(0)
             origin = load_origin(first, end, self.packed_width)
             gPacked = cute.local_tile(
                 cute.domain_offset(origin, packed.tensor), (self.packed_tile, self.tile.depth), (packed_at, None, 0, 0)
@@ -240,9 +238,8 @@ class WeightGrad:
             self._read_tokens(token_R, row, end, column, tokens)
             for k in cutlass.range(k_tiles, unroll=1):
                 empty.wait(stage, phase)
-                if const_expr(self.tile.longest_first):
-                    if posts and k == cutlass.max(k_tiles - _CLAIM_AHEAD // self.tile.depth, 0):
-                        number = self.queue.claim(queue, num_units, num_clusters)
+                if posts and k == cutlass.max(k_tiles - _CLAIM_AHEAD // self.tile.depth, 0):
+                    number = self.queue.claim(queue, number)
                 if warp == 0:
                     barrier = full.get_barrier(stage)
                     with cute.arch.elect_one():
@@ -255,14 +252,13 @@ class WeightGrad:
                     chunk = cute.make_tensor(base + cute.assume(offset, divby=_CHUNK), cute.make_layout(((_CHUNK, 1),)))
                     cute.copy(atom, chunk, tGsG[None, 0, i, stage], pred=inside)
                 full.arrive(stage, None)
-                if const_expr(self.tile.longest_first):
-                    if posts and k == cutlass.max(k_tiles - _POST_AHEAD // self.tile.depth, 0):
-                        cursor = self.queue.post(queue, cursor, number, turn + 1)
+                if posts and k == cutlass.max(k_tiles - _POST_AHEAD // self.tile.depth, 0):
+                    cursor = self.queue.post(queue, cursor, number, turn + 1)
                 row += self.tile.depth
                 self._read_tokens(token_R, row, end, column, tokens)  # in flight while the next stage is awaited
                 stage, phase = advance(stage, phase, self.tile.stages)
             turn += 1
-            work = self.queue.next(queue, turn, warp)
+            work = self.queue.read(queue, turn, warp)
 
     @cute.jit
     def _read_tokens(self, token_R, first_row, end, column, tokens):
@@ -296,7 +292,7 @@ class WeightGrad:
             if consumer == 1:  # before it asks for its own unit, which is posted only while the other multiplies
                 cute.arch.barrier_arrive(barrier_id=_TURN, number_of_threads=2 * _WARPGROUP)
                 self.epilogue.give_turn(consumer)
-        work = self.queue.next(queue, turn, warp)
+        work = self.queue.read(queue, turn, warp)
         if const_expr(tile.ping_pong):
             if consumer == 1:
                 stage, phase, turn, work = self._pass_over(queue, work, turn, stage, phase, warp)
@@ -328,7 +324,7 @@ class WeightGrad:
             first_row = row_tile * tile.rows + row_offset
             self.epilogue.finish_tile(state, acc, first_row, work.expert, column_tile)
             turn += 1
-            work = self.queue.next(queue, turn, warp)
+            work = self.queue.read(queue, turn, warp)
             if const_expr(tile.ping_pong):
                 stage, phase, turn, work = self._pass_over(queue, work, turn, stage, phase, warp)
             released = stage
@@ -341,5 +337,5 @@ class WeightGrad:
         work = others
         if others.expert >= 0:  # else it says that nothing follows, and is the last to be read
             turn += 1
-            work = self.queue.next(queue, turn, warp)
+            work = self.queue.read(queue, turn, warp)
         return stage, phase, turn, work

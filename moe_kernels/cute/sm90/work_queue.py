@@ -1,27 +1,26 @@
-"""How a cluster gets its units of work: from a counter in memory, longest experts first, or by number with a stride.
+"""How a cluster gets its units of work: by claiming the next number from a counter in memory, or every so many numbers.
 
-With the counter, one warp of the cluster's first block claims a unit shortly before the last one's loads are issued,
-finds it (common/longest_first.py) and writes it into a slot of both blocks' shared memory, where every warp reads it.
-A claim is late on purpose: a cluster that is busy with a long unit must not hold another one back. Which cluster
-computes a unit depends on time; what it computes does not, so results repeat bit for bit.
+One warp of the cluster's first block claims a number, finds its unit (the kernel's order: common/scheduler.py,
+common/longest_first.py) and writes it into a slot of both blocks' shared memory, where every other warp reads it. It
+does so some stages ahead, because a claim's answer and the search each take as long as it takes to multiply a few of
+them; no further ahead than that, because what a cluster has claimed no other can take. A cluster that starts late,
+because another kernel holds its place, finds fewer units left, or none. Which cluster computes a unit depends on time;
+what it computes does not, so results repeat bit for bit.
 """
 # mypy: disable-error-code="import-not-found, no-untyped-def, valid-type, attr-defined"
 
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute
-from cutlass._mlir.dialects.nvvm import MemScopeKind
+from cutlass import Int32, Int64, const_expr, cute
+from cutlass._mlir.dialects.nvvm import AtomicOpKind, MemScopeKind, atomicrmw
 from cutlass.pipeline import Agent, CooperativeGroup, MbarrierArray, PipelineOp
 
-from moe_kernels.cute.common.longest_first import Cursor, Work, find_work, start_cursor
-from moe_kernels.cute.common.scheduler import CLUSTER
-from moe_kernels.cute.tiles import TILE_DEPTH
+from moe_kernels.cute.common.scheduler import CLUSTER, Work
 
-_SLOT_BITS = 2
+_SLOT_BITS = 3
 SLOTS = 1 << _SLOT_BITS  # units that may be posted and not yet read by all
-_FIELDS = len(Work._fields)
-_WARPS = 12
+FIELDS = len(Work._fields)
 
 
 class QueueState(NamedTuple):
@@ -34,78 +33,134 @@ class QueueState(NamedTuple):
     read: Any  # the same, used in the cluster's first block
 
 
-class WorkQueue:
-    """The order of units of a kernel in which every expert makes ``units`` units."""
+class Lookahead(NamedTuple):
+    """When the loads of a unit claim and post later ones: at which stage of it, for the unit so many turns on."""
 
-    def __init__(self, *, units: int, longest_first: bool, skips_empty: bool) -> None:
-        self.units, self.longest_first, self.skips_empty = units, longest_first, skips_empty
+    claimed_units: int
+    claim_at: int
+    posted_units: int
+    post_at: int
+    read_at: int  # the next unit, by warps that must read ahead for it
+
+
+def lookahead(k_tiles: int) -> Lookahead:
+    """Return it for units of ``k_tiles`` stages: claimed 12 stages before they are due, posted 8, read 4.
+
+    Short units are posted two of them ahead at most, so that a slot is free well before it is used again, and claimed
+    at most one more, so that a claim's number is used before the next one's.
+    """
+    post = min(8, 2 * k_tiles)
+    claim = min(12, post + k_tiles)
+    claimed_units, posted_units = -(-claim // k_tiles), -(-post // k_tiles)
+    return Lookahead(
+        claimed_units,
+        claimed_units * k_tiles - claim,
+        posted_units,
+        posted_units * k_tiles - post,
+        k_tiles - min(4, k_tiles),
+    )
+
+
+class WorkQueue:
+    """The units of ``order``, claimed or, without ``claims``, dealt by number.
+
+    Loading a unit claims the one ``claimed_units`` turns on and posts the one ``posted_units`` turns on; ``readers``
+    warps of a block read every unit.
+    """
+
+    def __init__(
+        self, *, order: Any, claims: bool, readers: int, claimed_units: int = 1, posted_units: int = 1
+    ) -> None:
+        assert posted_units <= claimed_units <= posted_units + 1 < SLOTS
+        self.order, self.claims, self.readers = order, claims, readers
+        self.claimed_units, self.posted_units = claimed_units, posted_units
 
     def storage(self) -> tuple[Any, Any]:
         """Return the types of the slots and of their barriers in shared memory."""
-        slots = cute.struct.Align[cute.struct.MemRange[Int32, _FIELDS * SLOTS], 16]
+        slots = cute.struct.Align[cute.struct.MemRange[Int32, FIELDS * SLOTS], 16]
         return slots, cute.struct.MemRange[Int64, 2 * SLOTS]
 
     @cute.jit
     def start(self, offsets_E1, counter, slots, barriers):
         """Return the state, with the barriers initialised; the cluster must still be synchronised."""
         poster = CooperativeGroup(Agent.Thread, 1)
-        readers = CooperativeGroup(Agent.Thread, _WARPS * CLUSTER)
+        readers = CooperativeGroup(Agent.Thread, self.readers * CLUSTER)
         posted = MbarrierArray(barriers, SLOTS, (PipelineOp.AsyncThread, poster))
         read = MbarrierArray(barriers + SLOTS, SLOTS, (PipelineOp.AsyncThread, readers))
         return QueueState(offsets_E1, counter, slots, posted, read)
 
     @cute.jit
-    def start_posting(self, state, cluster, warp, rank):
-        """Post the cluster's first unit. The warps that load call it.
+    def start_posting(self, state, warp, rank):
+        """Claim and post the cluster's first units. The warps that load call it.
 
-        Returns what the warp that posts needs later: a cursor, and the number of all units.
+        Returns what the warp that posts carries along: the order's cursor, and the last number claimed.
         """
-        cursor, num_units = Cursor(Int32(0), Int32(0), Int32(0), Int32(0)), Int32(0)
+        cursor, number = self.order.no_cursor(), Int32(0)
         if warp == 0:
             if cute.arch.lane_idx() == 0:
                 for slot in cutlass.range_constexpr(SLOTS):
                     self._expect(state, slot)
             if rank == 0:
-                cursor, num_units = start_cursor(state.offsets_E1, self.units, TILE_DEPTH, self.skips_empty)
-                cursor = self.post(state, cursor, cluster, Int32(0))
-        return cursor, num_units
+                numbers = self._claim_first(state)  # all at once, and on their way while the cursor is found
+                cursor = self.order.start(state.offsets_E1)
+                for turn in cutlass.range_constexpr(self.posted_units):
+                    cursor = self.post(state, cursor, numbers[turn], Int32(turn))
+                number = numbers[self.claimed_units - 1]
+        return cursor, number
+
+    def _claim_first(self, state) -> list[Int32]:
+        _, cluster, _ = cute.arch.block_idx()
+        _, num_clusters, _ = cute.arch.grid_dim()
+        numbers = [self.claim(state, cluster - num_clusters)]
+        while len(numbers) < self.claimed_units:
+            numbers.append(self.claim(state, numbers[-1]))
+        return numbers
 
     @cute.jit
-    def claim(self, state, num_units, num_clusters):
-        """Return the number of the next unit that no cluster has, in the first lane of the warp that posts.
+    def claim(self, state, number):
+        """Return the number that follows the cluster's last, ``number``. In the warp's first lane; used by ``post``.
 
-        Each unit is followed by one claim, so the launch's last claim is known, and leaves the counter as it was.
+        Nothing may be done with a claimed number for a while: it is on its way from memory.
         """
-        number = num_clusters  # the first units went without a claim
-        if cute.arch.lane_idx() == 0:
-            claims = cute.arch.atomic_add(state.counter.iterator, Int32(1))
-            number += claims
-            if claims == num_units - 1:
-                state.counter[0] = Int32(0)
+        if const_expr(self.claims):
+            if cute.arch.lane_idx() == 0:
+                number = _count(state.counter.iterator)
+        else:
+            _, num_clusters, _ = cute.arch.grid_dim()
+            number += num_clusters
         return number
 
     @cute.jit
     def post(self, state, cursor, number, turn):
         """Tell both blocks that unit ``number`` is the cluster's ``turn``-th; return the cursor behind it."""
-        number = cute.arch.shuffle_sync(number, 0)
-        work, cursor = find_work(number, cursor, state.offsets_E1, self.units, TILE_DEPTH, self.skips_empty)
+        work, cursor = self.order.find(cute.arch.shuffle_sync(number, 0), cursor, state.offsets_E1)
+        if work.expert < 0:
+            self._reset_after_last(state, cursor, number)
         slot, parity = turn & (SLOTS - 1), (turn >> _SLOT_BITS) & 1
         state.read.wait(slot, parity ^ 1)
         lane = cute.arch.lane_idx()
         if lane < CLUSTER:
-            place = state.slots.iterator + cute.assume(slot * _FIELDS, divby=_FIELDS)
+            place = state.slots.iterator + cute.assume(slot * FIELDS, divby=FIELDS)
             cute.arch.store_async_dsmem(place, tuple(work), state.posted.get_barrier(slot), lane)
         return cursor
 
-    def next(self, state, turn, warp):
-        """Return the cluster's ``turn``-th unit. Every warp asks for every turn once, in order, until there is none."""
-        return self._read(state, turn, warp) if self.longest_first else self._stride(state, turn)
+    @cute.jit
+    def _reset_after_last(self, state, cursor, number):
+        """Leave the counter as it was, if ``number`` was the launch's last claim; ``cursor`` is behind all units.
+
+        Every cluster claims once for each unit that it computes, and ``claimed_units`` times more.
+        """
+        if const_expr(self.claims):
+            _, num_clusters, _ = cute.arch.grid_dim()
+            if cute.arch.lane_idx() == 0 and number == cursor.before + self.claimed_units * num_clusters - 1:
+                state.counter[0] = Int32(0)
 
     @cute.jit
-    def _read(self, state, turn, warp):
+    def read(self, state, turn, warp):
+        """Return the cluster's ``turn``-th unit. Each reading warp asks for every turn once, until there is none."""
         slot, parity = turn & (SLOTS - 1), (turn >> _SLOT_BITS) & 1
         state.posted.wait(slot, parity)
-        fields = [cute.arch.make_warp_uniform(state.slots[i, slot]) for i in range(_FIELDS)]
+        fields = [cute.arch.make_warp_uniform(state.slots[i, slot]) for i in range(FIELDS)]
         cute.arch.sync_warp()  # all lanes have read
         if cute.arch.lane_idx() == 0:
             if warp == 0:  # before its arrival, without which nothing is posted there again
@@ -113,19 +168,24 @@ class WorkQueue:
             cute.arch.mbarrier_arrive(state.read.get_barrier(slot), 0, scope=MemScopeKind.CLUSTER)
         return Work(*fields)
 
-    def _expect(self, state, slot):
-        cute.arch.mbarrier_arrive_and_expect_tx(state.posted.get_barrier(slot), 4 * _FIELDS)
-
     @cute.jit
-    def _stride(self, state, turn):
-        _, cluster, _ = cute.arch.block_idx()
-        _, num_clusters, _ = cute.arch.grid_dim()
-        number = cluster + turn * num_clusters
-        expert = number // self.units
-        unit = number - expert * self.units
-        first, end = Int32(0), Int32(0)
-        if expert < state.offsets_E1.shape[0] - 1:
-            first, end = state.offsets_E1[expert], state.offsets_E1[expert + 1]
-        else:
-            expert = Int32(-1)
-        return Work(expert, unit, first, end)
+    def end(self, state, cursor, number, turn, warp, rank):
+        """Leave nothing on its way: neither a post behind ``turn``, which was read and said that no unit is left,
+        nor a claim that was not posted. The warps that load call it.
+        """
+        if warp == 0:
+            for i in cutlass.range_constexpr(1, self.posted_units):
+                later = turn + i
+                state.posted.wait(later & (SLOTS - 1), (later >> _SLOT_BITS) & 1)
+            if const_expr(self.claimed_units > self.posted_units):
+                if rank == 0:
+                    self._reset_after_last(state, cursor, number)
+
+    def _expect(self, state, slot):
+        cute.arch.mbarrier_arrive_and_expect_tx(state.posted.get_barrier(slot), 4 * FIELDS)
+
+
+def _count(counter):
+    """Add one and return what was there before. Not by atomic_add: ptxas gathers a warp's additions, and waits."""
+    limit = Int32(2**31 - 1)  # where it would start again from 0
+    return Int32(atomicrmw(AtomicOpKind.INC, counter.to_llvm_ptr(), limit.ir_value()))

@@ -103,6 +103,7 @@ def main() -> None:
                 "bulk_adds": len(re.findall(r"cp\.reduce\.async\.bulk\.tensor\.\dd\.global\.shared\S*\.add", ptx)),
                 "multicasts": ptx.count(".multicast::cluster"),
                 "gathers": ptx.count("cp.async.cg.shared.global"),
+                "claims": ptx.count("atom.global.inc"),
                 "keeps_its_sums": keeps_its_sums(ptx),
                 "frame_bytes": frame_bytes(kernel.__cubin__),
                 "chains_per_product": chains_per_product(kernel.__cubin__),

@@ -6,7 +6,7 @@ Nothing is run here: races, hangs and results are for test_gpu_ops.py.
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,11 @@ def ruled(form, contraction, columns, dtype="bfloat16"):
     return [form.value, contraction, columns, dtype, asdict(rule_for(form, contraction, columns))]
 
 
+def dealt(form, contraction, columns):
+    tile = replace(rule_for(form, contraction, columns), claims_units=False)
+    return [form.value, contraction, columns, "bfloat16", asdict(tile)]
+
+
 def scheduled(form, schedule):
     return [form.value, 200, 200, "bfloat16", asdict(weight_grad_tile(form, schedule))]
 
@@ -43,9 +48,10 @@ def different_code():
         for form in (KernelForm.weight_grad_left, KernelForm.weight_grad_right)
         for schedule in ("a tile stored at once", "ping-pong")
     ]
+    by_number = [dealt(KernelForm.down_backward, 2048, 1024), dealt(KernelForm.rows_matmul_n_major, 2048, 2048)]
     short_last_tile = ruled(KernelForm.up, 2048, 1024)
     fp16 = ruled(KernelForm.down_backward, 1024, 512, "float16")
-    return [*first_of_tile.values(), *tails, *schedules, short_last_tile, fp16]
+    return [*first_of_tile.values(), *tails, *schedules, *by_number, short_last_tile, fp16]
 
 
 def compile_all(kernels, tmp_path):
@@ -89,6 +95,7 @@ def check(kernel, report):
     assert report["bulk_stores" if form.accumulates else "bulk_adds"] == 0
     assert report["multicasts"] > 0
     assert (report["gathers"] > 0) == form.gathers
+    assert (report["claims"] > 0) == kernel[4].get("claims_units", True)
     assert report["keeps_its_sums"]
     assert report["chains_per_product"] <= 0.5, "products wait for each other"
     assert report["frame_bytes"] <= ALLOWED_FRAMES.get(form, 0), "local memory: it spills"

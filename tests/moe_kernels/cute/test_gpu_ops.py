@@ -8,7 +8,7 @@ import torch
 from moe_kernels import BackendName, MoEProblem, RoutingKind, arch_of, moe_experts, moe_experts_ref, resolve_backend
 from moe_kernels.cute.compile import KernelCache
 from moe_kernels.cute.ops import CuteSm90Backend
-from moe_kernels.cute.tiles import choose_tile
+from moe_kernels.cute.tiles import KernelForm, choose_tile, why_invalid
 from moe_kernels.reference.ops import ReferenceBackend
 from moe_kernels.routing.kinds import Rounding
 from moe_kernels.routing.token_rounding import route_token_rounding
@@ -272,7 +272,69 @@ LOADS = {
     "1024 experts, most of them empty": lambda: route_top_k(random_probs(70, 1024, seed=4), 3).plan,
     "fewer units than clusters": lambda: plan_with_counts([200]),
 }
+ROW_OPS = ["up", "up_inference", "down", "dx", "down_backward"]
 WEIGHT_GRAD_OPS = ["dw_down", "dw_gate_up"]
+FEW, ALL, TOO_MANY = 3, None, 150  # clusters: units for many turns, as many as run at once, and some that start late
+
+
+def backend_of(clusters=ALL, **changes):
+    """Return a backend whose tiles have ``changes``, and which launches so many clusters."""
+    backend = CuteSm90Backend(cache=BACKEND.cache, choose=lambda *widths: replace(choose_tile(*widths), **changes))
+    if clusters is not None:
+        backend._num_clusters[torch.device("cuda", torch.cuda.current_device())] = clusters
+    return backend
+
+
+def assert_counters_are_zero(backend):
+    assert backend._counters
+    assert not any(bool(counter) for counter in backend._counters.values()), "kernels leave their counters at zero"
+
+
+BY_CLAIM = {
+    (claims, clusters): backend_of(clusters, claims_units=claims)
+    for claims in (True, False)
+    for clusters in (FEW, ALL, TOO_MANY)
+}
+
+
+@pytest.mark.parametrize("op", [*ROW_OPS, *WEIGHT_GRAD_OPS])
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("clusters", [FEW, ALL, TOO_MANY])
+@pytest.mark.parametrize("claims", [True, False])
+def test_each_unit_is_computed_whoever_gets_it(claims, clusters, load, op):
+    backend = BY_CLAIM[claims, clusters]
+    for _ in range(2):  # a counter that is not left at zero, the second one's units fall to nobody
+        check(op, on_gpu(LOADS[load]()), *EVEN, torch.bfloat16, backend=backend)
+    assert_counters_are_zero(backend)
+
+
+@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("clusters", [FEW, TOO_MANY])
+@pytest.mark.parametrize("width", [64, 128, 192, 256, 320, 384, 448, 512, 576, 704, 768, 832])
+def test_units_of_every_length_come_in_time(width, clusters, op):
+    check(op, on_gpu(skewed()), width, width, torch.bfloat16, backend=BY_CLAIM[True, clusters])
+
+
+@pytest.mark.parametrize("op", ROW_OPS)
+@pytest.mark.parametrize("clusters", [FEW, TOO_MANY])
+def test_tiles_of_which_both_warpgroups_compute_a_part_are_claimed_too(clusters, op):
+    form = {"down": KernelForm.rows_matmul_k_major, "dx": KernelForm.rows_matmul_n_major}.get(op) or KernelForm(op)
+    gated, backward = form.halves == 2, form is KernelForm.down_backward
+    changes = {
+        "columns": 256,
+        "ping_pong": False,
+        "stages": 3 if backward else 4,
+        "store_columns": 32,
+        "store_sets": 1 if gated else 2,
+        "cuts_last_column": False,
+        "load_stages": 2 if backward else 0,
+        "store_rows": None,
+    }
+    backend = backend_of(clusters, **changes)
+    assert why_invalid(form, backend._choose(form, 1024, 832, 250), "sm90") is None
+    for D, N in (EVEN, (832, 1024)):
+        check(op, on_gpu(skewed()), D, N, torch.bfloat16, backend=backend)
+    assert_counters_are_zero(backend)
 
 
 def backend_with(schedule):
@@ -347,29 +409,29 @@ def test_experts_without_rows_leave_what_is_added_to_as_it_was():
             assert bool((into[[1, 3]] != before[[1, 3]]).float().mean() > 0.99), (schedule, side)
 
 
-def test_weight_gradients_run_in_graphs_and_on_two_streams_at_once():
+@pytest.mark.parametrize("op", [*ROW_OPS, *WEIGHT_GRAD_OPS])
+def test_units_are_claimed_in_graphs_and_on_two_streams_at_once(op):
     plan = on_gpu(LOADS["heavy expert last"]())
     inputs = Inputs(plan, *EVEN, torch.bfloat16)
 
-    def gradients():
-        return [run(BACKEND, op, inputs, plan)[0] for op in WEIGHT_GRAD_OPS]
+    def step():
+        return run(BACKEND, op, inputs, plan)
 
-    expected = gradients()
+    expected = step()
     torch.cuda.synchronize()
     graphs, captured = [], []
     for _ in range(2):
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
-            captured.append(gradients())
+            captured.append(step())
     streams = [torch.cuda.Stream() for _ in range(2)]
     outputs = []
     for i in range(20):
         with torch.cuda.stream(streams[i % 2]):
-            outputs.append(gradients())
+            outputs.append(step())
             graphs[i % 2].replay()
     torch.cuda.synchronize()
-    for grads in (*outputs, *captured):
-        assert all(torch.equal(grad, same) for grad, same in zip(grads, expected, strict=True))
-    counters = BACKEND._counters.values()
-    assert len(counters) >= 3
-    assert not any(bool(counter) for counter in counters), "kernels leave their counters at zero"
+    for results in (*outputs, *captured):
+        assert all(torch.equal(result, same) for result, same in zip(results, expected, strict=True))
+    assert len(BACKEND._counters) >= 3
+    assert_counters_are_zero(BACKEND)

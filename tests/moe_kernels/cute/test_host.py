@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
+from moe_kernels.cute.common import scheduler
 from moe_kernels.cute.common.longest_first import Cursor, look, nth_member
 from moe_kernels.cute.common.ring import advance, next_stage, skip, skip_by
-from moe_kernels.cute.common.scheduler import CLUSTER, place_unit, units_of
+from moe_kernels.cute.common.scheduler import CLUSTER, ExpertByExpert, place_unit, units_of
 from moe_kernels.cute.common.swiglu import swiglu_backward_point, swiglu_point
 from moe_kernels.cute.common.views import load_origin, store_origin
+from moe_kernels.cute.sm90.work_queue import SLOTS, lookahead
 
 TILE_ROWS = 128
 
@@ -186,6 +189,63 @@ def test_units_come_by_size_class_the_largest_first_and_each_once(num_experts, u
     expected = [[expert, unit] for expert in experts for unit in range(units)]
     assert found[: len(expected)].tolist() == expected
     assert bool((found[len(expected) :] == -1).all())
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_warp_finds_units_expert_by_expert_and_behind_the_last_how_many_there_are(monkeypatch, step):
+    """The warp is of one lane, because the host has no others: its windows are one expert wide."""
+    for name, function in {
+        "lane_idx": lambda: Int32(0),
+        "shuffle_sync": lambda value, lane: value,
+        "shuffle_sync_up": lambda value, distance, mask_and_clamp: value,
+        "vote_ballot_sync": Int32,
+    }.items():
+        monkeypatch.setattr(cute.arch, name, function)
+    monkeypatch.setattr(scheduler, "_WARP", 1)
+    offsets = [0, 0, 1, 300, 300, 300, 556, 900, 900]
+    order = ExpertByExpert(columns=3, tile_rows=TILE_ROWS)
+    expected = []
+    for expert, (first, end) in enumerate(pairwise(offsets)):
+        tiles = -(-(end - first) // TILE_ROWS)
+        expected += [[expert, unit, first, end] for unit in range(tiles // 2 * 3 + tiles % 2 * 2)]
+    found = torch.full((-(-len(expected) // step) + 2, 5), -1, dtype=torch.int32)
+
+    @cute.jit
+    def program(offsets: cute.Tensor, found: cute.Tensor):
+        cursor = order.start(offsets)
+        for i in cutlass.range(found.shape[0]):
+            work, cursor = order.find(i * step, cursor, offsets)
+            for field in cutlass.range_constexpr(4):
+                found[i, field] = work[field]
+            found[i, 4] = cursor.before
+
+    run(program, torch.tensor(offsets, dtype=torch.int32), found)
+    numbered = expected[::step]
+    assert found[: len(numbered), :4].tolist() == numbered
+    assert (found[len(numbered) :, 0] == -1).all()
+    assert (found[len(numbered) :, 4] == len(expected)).all()
+
+
+@pytest.mark.parametrize("k_tiles", [*range(1, 30), 64, 112])
+def test_units_are_claimed_before_they_are_posted_and_posted_before_they_are_read(k_tiles):
+    ahead = lookahead(k_tiles)
+    assert 1 <= ahead.posted_units <= ahead.claimed_units <= ahead.posted_units + 1 < SLOTS
+    assert all(0 <= at < k_tiles for at in (ahead.claim_at, ahead.post_at, ahead.read_at))
+    claimed, posted, read = ahead.claimed_units, ahead.posted_units, 1  # before the first unit's loads
+    for turn in range(20):
+        for k in range(k_tiles):  # in the order of GroupedGemm._post_ahead and of what follows it
+            if k == ahead.post_at:
+                assert turn + ahead.posted_units == posted
+                assert claimed - posted == 1, "a post takes the last number claimed"
+                posted += 1
+            if k == ahead.claim_at:
+                assert turn + ahead.claimed_units == claimed
+                claimed += 1
+            if k == ahead.read_at:
+                assert turn + 1 == read
+                assert posted > read
+                assert posted - read <= SLOTS - 2, "its slot is one that consumers left two units ago"
+                read += 1
 
 
 def test_fp32_accumulators_reach_their_places():

@@ -121,6 +121,8 @@ def test_each_op_asks_for_the_kernel_of_its_widths(backend):
     }
     for _, arguments in backend.cache.calls:
         assert arguments[-1] == 66
+        assert arguments[-2].dtype == torch.int32, "the counter from which clusters claim units"
+        assert arguments[-2].shape == (1,)
         tensors = [tensor for group in arguments[:-1] for tensor in (group if isinstance(group, tuple) else (group,))]
         assert all(tensor.is_contiguous() for tensor in tensors), "kernels are compiled for contiguous tensors"
 

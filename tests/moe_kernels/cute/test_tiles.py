@@ -60,7 +60,6 @@ def test_buckets_double_and_do_not_split_small_changes_of_load():
         (KernelForm.rows_matmul_k_major, {"store_rows": 64}, "store_rows=64"),
         (KernelForm.down_backward, {"depth": 32}, "depth=32"),
         (KernelForm.rows_matmul_k_major, {"store_columns": 24, "columns": 192}, "multiple of 16"),
-        (KernelForm.up, {"longest_first": True}, "for weight gradients"),
         (KernelForm.weight_grad_left, {"rows": 192, "stages": 2}, "96 rows"),
         (KernelForm.weight_grad_right, {"columns": 192, "stages": 2}, "gathers 192"),
         (KernelForm.weight_grad_left_into, {"store_columns": 64}, "shared memory"),

@@ -15,9 +15,9 @@ def weight_grad_tile(form: KernelForm, schedule: str) -> TileConfig:
     packed_side = "columns" if form.gathers_left else "rows"
     in_turn = {"ping_pong": True, "stages": 5, "store_sets": 1, packed_side: 192}
     changes: dict[str, dict] = {
-        "by number": {"longest_first": False},
+        "by number": {"claims_units": False},
         "a tile stored at once": {"stages": 3, "store_sets": sub_tiles // (2 if form.accumulates else 1)},
         "ping-pong": in_turn,
-        "ping-pong by number": {**in_turn, "longest_first": False},
+        "ping-pong by number": {**in_turn, "claims_units": False},
     }
     return replace(rule, **changes[schedule])
