@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, const_expr, cute
-from cutlass._mlir.dialects.nvvm import AtomicOpKind, MemScopeKind, atomicrmw
+from cutlass._mlir.dialects.nvvm import AtomicOpKind, atomicrmw
 from cutlass.pipeline import Agent, CooperativeGroup, MbarrierArray, PipelineOp
 
 from moe_kernels.cute.common.scheduler import CLUSTER, Work
@@ -165,7 +165,9 @@ class WorkQueue:
         if cute.arch.lane_idx() == 0:
             if warp == 0:  # before its arrival, without which nothing is posted there again
                 self._expect(state, slot)
-            cute.arch.mbarrier_arrive(state.read.get_barrier(slot), 0, scope=MemScopeKind.CLUSTER)
+            # Of the default scope, as stages are given back: at the cluster's it becomes a fence that waits for every
+            # copy that the warp has in flight. Nothing written is handed over, only the slot, whose value was read.
+            cute.arch.mbarrier_arrive(state.read.get_barrier(slot), 0)
         return Work(*fields)
 
     @cute.jit
