@@ -117,6 +117,7 @@ class Steps:
         """Let go of the data's thread, the model, its compiled code, and the memory."""
         self._micro_batches.close()
         self._guard.settle()
+        gc.unfreeze()
         del self.model, self.optimizer, self._guard, self._previous_count_LE
         torch._dynamo.reset()
         gc.collect()

@@ -30,6 +30,7 @@ from model.counting import count_parameters, flops_per_token
 from training.breakdown import Sizes
 from training.compilations import count_compilations
 from training.config import DeviceName, RunConfig
+from training.environment import hide_objects
 from training.metrics import SECONDS_PER_DAY
 from training.profiling import Recording
 from training.world import World, open_world
@@ -82,6 +83,7 @@ def measure(steps: Steps, arguments: argparse.Namespace, *, start_s: float) -> d
     """Return the row of one configuration; ``start_s`` is when its building began, by time.perf_counter."""
     world, config = steps.world, steps.config
     losses = [steps.take().losses.ce for _ in range(arguments.warm_up)]
+    hide_objects()
     _wait(world)
     ready_s = time.perf_counter() - start_s
     compiled = count_compilations(steps.backend)

@@ -143,7 +143,7 @@ def block_memory(s: Sizes, layer: int) -> BlockMemory:
 
 # Every tensor of a block has a name below. Uncompiled, the backward reads all of them but these; compiled, norms and
 # rotations are made again from their inputs, so that the others are not kept.
-_UNREAD_BY_EAGER = {"input", "q, k", "attention's projection", "mlp input", "moe output", "dense output"}
+_UNREAD_BY_EAGER = {"input", "q, k", "attention's projection", "mlp input", "routed", "moe output", "dense output"}
 _RECOMPUTED_BY_COMPILER = {
     "attention norm",
     "q, k norms",
@@ -151,6 +151,7 @@ _RECOMPUTED_BY_COMPILER = {
     "rotary",
     "attention's projection",
     "mlp norm",
+    "routed",
     "moe output",
     "silu, product",
     "dense output",
@@ -165,9 +166,9 @@ def _kept(s: Sizes, needed: set[str]) -> set[str]:
     if s.checkpointing is ActivationCheckpointing.full:
         return kept
     # What operators return is kept whole; compiled code drops the MoE op's output, which no gradient reads.
-    kept |= {"attended", "h", "scores"} | (set() if s.is_compiled else {"moe output"})
+    kept |= {"attended", "h", "scores", "logits", "plan"} | (set() if s.is_compiled else {"moe output", "routed"})
     if s.checkpointing is ActivationCheckpointing.elementwise:
-        products = {"q, k", "values", "attention's projection", "logits", "gate, up"}
+        products = {"q, k", "values", "attention's projection", "gate, up"}
         kept |= products | (set() if s.is_compiled else {"dense output"})
     return kept
 
@@ -211,6 +212,7 @@ def _moe_tensors(s: Sizes) -> dict[str, int]:
     return {
         "logits": _FP32 * pairs + (pairs if moe.normalize_top_k else 0),
         "plan": _INT32 * (3 * s.R + s.T),
+        "routed": _routed(s),
         "h": 0 if s.recompute_h else s.c * s.R * 2 * moe.expert_width,
         "scores": _FP32 * s.R,
         "moe output": s.stream,
@@ -223,12 +225,17 @@ def _dense(s: Sizes) -> dict[str, int]:
     return {"gate, up": 2 * tensor, "silu, product": 2 * tensor, "dense output": s.stream}
 
 
+def _routed(s: Sizes) -> int:
+    """Scores and masks of all pairs; both once more, transposed, for rounding."""
+    return s.T * s.model.moe.num_experts * (_FP32 + 2 + _FP32 + 1)
+
+
 def _moe_forward(s: Sizes) -> int:
     """The workspace of the experts' forward, besides what the backward reads."""
     moe = s.model.moe
     a, rows, h_twice = s.c * s.R * moe.expert_width, s.c * s.R * s.D, 2 * s.c * s.R * moe.expert_width
     h = h_twice if s.recompute_h and s.is_portable else 0  # the CuTe kernels never write an h that is not kept
-    pairs = s.T * moe.num_experts * (_FP32 + 2 + _FP32 + 1)  # scores, masks; both once more, transposed, for rounding
+    pairs = _routed(s)
     phases = [h + a, a + rows, rows + s.stream]
     if s.is_portable:
         is_narrow = s.c < _FP32

@@ -23,7 +23,8 @@ class Layout:
     shards: int  # processes that hold one copy between them
     is_sharded: bool  # by FSDP, if only over one process; else these are plain parameters
     embed: Unit
-    blocks: tuple[Unit, ...]
+    blocks: tuple[Unit, ...]  # each block alone
+    units: tuple[Unit, ...]  # what of them is gathered together
     head: Unit  # the final norm and the head; empty where they belong to ``embed``
     is_tied: bool
 
@@ -45,18 +46,27 @@ def layout_of(config: RunConfig, *, gpus: int) -> Layout:
     shapes_of: dict[str, list[tuple[int, ...]]] = {"head": []}
     for name, shape in parameter_shapes(config.model).items():
         shapes_of.setdefault(_unit_of(name, is_tied=is_tied), []).append(shape)
-    units = {
+    unit_of = {
         name: Unit(whole=sum(map(prod, shapes)), shard=sum(_shard(shape, shards) for shape in shapes))
         for name, shapes in shapes_of.items()
     }
+    blocks, size = (
+        [unit_of[f"blocks.{layer}"] for layer in range(config.model.num_layers)],
+        config.parallel.blocks_per_unit,
+    )
     return Layout(
         shards=shards,
         is_sharded=gpus > 1 or config.train.precision is not Precision.fp32,
-        embed=units["embed"],
-        blocks=tuple(units[f"blocks.{layer}"] for layer in range(config.model.num_layers)),
-        head=units["head"],
+        embed=unit_of["embed"],
+        blocks=tuple(blocks),
+        units=tuple(_joined(blocks[start : start + size]) for start in range(0, len(blocks), size)),
+        head=unit_of["head"],
         is_tied=is_tied,
     )
+
+
+def _joined(blocks: list[Unit]) -> Unit:
+    return Unit(whole=sum(block.whole for block in blocks), shard=sum(block.shard for block in blocks))
 
 
 def _unit_of(name: str, *, is_tied: bool) -> str:

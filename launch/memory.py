@@ -76,7 +76,8 @@ class _Step:
     def __init__(self, config: RunConfig, sizes: Sizes, layout: Layout, num_micro_batches: int) -> None:
         self._s, self._layout = sizes, layout
         self._reshards = config.parallel.reshard_after_forward
-        self._ahead = config.parallel.prefetch_blocks
+        self._per_unit = config.parallel.blocks_per_unit
+        self._ahead = ceil(config.parallel.prefetch_blocks / self._per_unit)  # units
         self._blocks = [block_memory(sizes, layer) for layer in range(config.model.num_layers)]
         self._kept = [0]  # by the blocks before each
         for block in self._blocks:
@@ -119,10 +120,11 @@ class _Step:
             unsummed=self._unsummed(done=0),
             activations=self._base.activations + self._kept[-1],
         )
-        gathered = self._gathered(unit, with_buffer=not self._layout.is_tied) + self._gathered_blocks(len(self._blocks))
+        num_units = len(self._layout.units)
+        gathered = self._gathered(unit, with_buffer=not self._layout.is_tied) + self._gathered_units(num_units)
         kept = s.stream + wide_weight
         yield StepMoment(name="loss", parts=replace(base, gathered=gathered, head=2 * s.stream + in_chunk))
-        backward = replace(base, gathered=self._gathered_in_backward(len(self._blocks)))
+        backward = replace(base, gathered=self._gathered_in_backward(num_units))
         yield StepMoment(name="backward of the loss", parts=replace(backward, head=kept + s.stream + weight))
         if self._layout.is_sharded and not self._layout.is_tied:
             yield self._summing("head", unit, done=0, parts=replace(backward, head=2 * s.stream))
@@ -130,23 +132,24 @@ class _Step:
     def backward(self) -> Iterator[StepMoment]:
         """Yield the moments of the blocks' backward, the last block first."""
         for layer in reversed(range(len(self._blocks))):
-            done = len(self._blocks) - layer  # units whose gradients are there
-            unit = self._layout.blocks[layer]
+            number = layer // self._per_unit
+            done = len(self._layout.units) - number  # units whose gradients are there
             base = replace(
                 self._base,
                 gradients=self._gradients(done=done),
                 unsummed=self._unsummed(done=done),
-                gathered=self._gathered_in_backward(layer),
-                reducing=self._buffer_before(layer) + self._tied_gradient(),
+                gathered=self._gathered_in_backward(number),
+                reducing=self._buffer_before(number) + self._unreduced(layer) + self._tied_gradient(),
                 activations=self._s.mask + self._kept[layer],
             )
             for moment in self._blocks[layer].backward:
                 yield StepMoment(
-                    name=f"backward of block {layer}, {moment.name}", parts=self._in_block(base, moment, unit)
+                    name=f"backward of block {layer}, {moment.name}",
+                    parts=self._in_block(base, moment, self._layout.blocks[layer]),
                 )
-            if self._layout.is_sharded:
+            if self._layout.is_sharded and layer % self._per_unit == 0:
                 parts = replace(base, workspace=self._s.stream, reducing=self._tied_gradient())
-                yield self._summing(f"block {layer}", unit, done=done, parts=parts)
+                yield self._summing(f"block {layer}", self._layout.units[number], done=done, parts=parts)
 
     def end(self) -> Iterator[StepMoment]:
         """Yield the moments of the embedding's backward and of the optimiser."""
@@ -195,11 +198,11 @@ class _Step:
         )
 
     def _units_done(self, done: int) -> list[Unit]:
-        """Return the units whose gradients are there after the backward of the head and ``done - 1`` blocks."""
+        """Return the units whose gradients are there after the backward of the head and of ``done - 1`` units."""
         if done == 0:
             return []
-        blocks = self._layout.blocks
-        return [self._layout.head, *blocks[len(blocks) - (done - 1) :]] if done > 1 else [self._layout.head]
+        units = self._layout.units
+        return [self._layout.head, *units[len(units) - (done - 1) :]] if done > 1 else [self._layout.head]
 
     def _gradients(self, *, done: int) -> int:
         if self._has_summed:
@@ -221,27 +224,27 @@ class _Step:
         """Return the bytes of what stays gathered for the whole forward and backward: a tied embedding."""
         return self._gathered(self._layout.embed, with_buffer=False) if self._layout.is_tied else 0
 
-    def _gathered_blocks(self, end: int) -> int:
-        """Return the bytes of the blocks before ``end`` that were not freed after their forward."""
+    def _gathered_units(self, end: int) -> int:
+        """Return the bytes of the units of blocks before ``end`` that were not freed after their forward."""
         if self._reshards:
             return 0
         embed = 0 if self._layout.is_tied else self._gathered(self._layout.embed, with_buffer=False)
-        return embed + sum(self._gathered(unit, with_buffer=False) for unit in self._layout.blocks[:end])
+        return embed + sum(self._gathered(unit, with_buffer=False) for unit in self._layout.units[:end])
 
     def _gathered_in_forward(self, layer: int) -> int:
-        blocks = self._layout.blocks
-        here = self._gathered(blocks[layer], with_buffer=True) + self._gathered_root()
-        return here + self._gathered_blocks(layer) + self._buffers(blocks[layer + 1 : layer + 1 + self._ahead])
+        units, number = self._layout.units, layer // self._per_unit
+        here = self._gathered(units[number], with_buffer=True) + self._gathered_root()
+        return here + self._gathered_units(number) + self._buffers(units[number + 1 : number + 1 + self._ahead])
 
-    def _gathered_in_backward(self, layer: int) -> int:
-        """Return the bytes of block ``layer``, or of the head past the last one, and of those asked for ahead."""
-        blocks = self._layout.blocks
-        unit = blocks[layer] if layer < len(blocks) else self._layout.head
+    def _gathered_in_backward(self, number: int) -> int:
+        """Return the bytes of unit ``number``, or of the head past the last one, and of those asked for ahead."""
+        units = self._layout.units
+        unit = units[number] if number < len(units) else self._layout.head
         here = self._gathered(unit, with_buffer=False) + self._gathered_root()
         if not self._reshards:
-            own = self._gathered(unit, with_buffer=False) if layer < len(blocks) else 0
-            return here - own + self._gathered_blocks(layer + 1)
-        return here + self._buffers(blocks[max(0, layer - max(1, self._ahead)) : layer])
+            own = self._gathered(unit, with_buffer=False) if number < len(units) else 0
+            return here - own + self._gathered_units(number + 1)
+        return here + self._buffers(units[max(0, number - max(1, self._ahead)) : number])
 
     def _buffers(self, units: tuple[Unit, ...]) -> int:
         """Return the bytes of units that are on their way: each in the buffer that it comes through."""
@@ -249,13 +252,20 @@ class _Step:
             return 0
         return self._s.c * sum(unit.whole for unit in units)
 
-    def _buffer_before(self, layer: int) -> int:
-        """Return the bytes in which the unit after block ``layer`` was summed: they stay until the next sum."""
+    def _buffer_before(self, number: int) -> int:
+        """Return the bytes in which what comes after unit ``number`` was summed: they stay until the next sum."""
         if not self._layout.is_sharded:
             return 0
-        blocks = self._layout.blocks
-        unit = blocks[layer + 1] if layer + 1 < len(blocks) else self._layout.head
+        units = self._layout.units
+        unit = units[number + 1] if number + 1 < len(units) else self._layout.head
         return _FP32 * unit.whole
+
+    def _unreduced(self, layer: int) -> int:
+        """Return the bytes of whole gradients of the blocks after ``layer`` in its unit, which wait for all of it."""
+        if not self._layout.is_sharded:
+            return 0  # there are no units, and a gradient is in its place at once
+        end = (layer // self._per_unit + 1) * self._per_unit
+        return self._s.c * sum(block.whole for block in self._layout.blocks[layer + 1 : end])
 
     def _tied_gradient(self) -> int:
         """Return the bytes of the head's gradient where it waits for the embedding's."""

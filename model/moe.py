@@ -63,13 +63,18 @@ def moe_stats(routed: Routed) -> MoEStats:
     """Return counts and sums of a routed micro-batch; only ``prob_sum_BE`` and ``z_sum`` carry gradients."""
     plan = routed.routing.plan
     row_count_E = plan.expert_offsets_E1.diff().long()
-    pairs_added = (routed.routing.keep_TE > routed.routing.top_k_mask_TE).sum()
+    keep_TE, top_k_mask_TE = routed.routing.keep_TE, routed.routing.top_k_mask_TE
+    if keep_TE is top_k_mask_TE:  # top-K routing, which has nothing to count
+        pairs_added, pairs_dropped = row_count_E.new_zeros(()), row_count_E.new_zeros(())
+    else:
+        pairs_added = (keep_TE > top_k_mask_TE).sum()
+        # Of the masks only one comparison is made: they are large, and the plan's offsets say the rest.
+        pairs_dropped = pairs_added + routed.sums.top_k_count_BE.sum() - row_count_E.sum()
     return MoEStats(
         *routed.sums,
         row_count_E=row_count_E,
         pairs_added=pairs_added,
-        # Of the masks only one comparison is made: they are large, and the plan's offsets say the rest.
-        pairs_dropped=pairs_added + routed.sums.top_k_count_BE.sum() - row_count_E.sum(),
+        pairs_dropped=pairs_dropped,
         tokens_without_expert=(plan.token_offsets_T1.diff() == 0).sum(),
     )
 

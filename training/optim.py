@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
@@ -64,18 +65,26 @@ def learning_rate(step: int, *, optim: OptimConfig, train: TrainConfig) -> float
     return optim.lr * factor
 
 
-def step_if_finite(optimizer: Optimizer, is_finite: Tensor) -> None:
-    """Take the optimiser's step where ``is_finite`` holds; else leave parameters and optimiser state as they are.
+def clipped_step(optimizer: Optimizer, norm: Tensor, max_norm: float) -> Tensor:
+    """Take the optimiser's step, with gradients scaled so that their joint norm is at most ``max_norm``.
 
-    ``is_finite`` is a boolean scalar on the device. The fused AdamW reads it there; the 8-bit one has no such switch,
-    so for it the host waits.
+    ``norm`` is what it is now, a scalar on the device. Where it is not finite, parameters, gradients and the
+    optimiser's state stay as they are. Returns whether it is finite, on the device too. The fused AdamW reads both
+    there, and scales each gradient as it reads it, which saves a pass over all of them; the 8-bit one has no such
+    switch, so for it the host waits.
     """
+    is_finite = torch.isfinite(norm)
+    # clip_grad_norm_'s 1e-6 keeps a norm of 0 from dividing; here nothing divides by it, but the scale is the same.
+    scale = ((norm.float() + 1e-6) / max_norm).clamp(min=1.0)
     if optimizer.defaults.get("fused"):
-        optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+        optimizer.grad_scale, optimizer.found_inf = scale, (~is_finite).float()  # type: ignore[attr-defined]
         optimizer.step()
-        del optimizer.found_inf  # type: ignore[attr-defined]
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
     elif bool(is_finite):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         optimizer.step()
+    return is_finite
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:

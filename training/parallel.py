@@ -1,13 +1,14 @@
 """Applied to a model from outside: activation checkpointing, compilation, sharding. The only file that says FSDP.
 
 In that order: what is recomputed is compiled with the block, and the hooks that gather and free its parameters stay
-around the compiled code. Sharding is FSDP-2 (``fully_shard``): one unit per block, one for the embedding, one for the
-final norm with the head; where embedding and head are tied, one for all three.
+around the compiled code. Sharding is FSDP-2 (``fully_shard``): one unit for every ``parallel.blocks_per_unit`` blocks,
+one for the embedding, one for the final norm with the head; where embedding and head are tied, one for all three.
 The loss is already divided by the valid tokens of all processes, so gradients are summed over them, not averaged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from math import ceil
 from typing import Any
 
 import torch
@@ -34,9 +35,17 @@ _EXPENSIVE_OPS = {
     "gristmill::flash_attention_4",
     "gristmill::moe_experts_fwd",
 }
+# Routing again would cost the host half a dozen launches a block, and what is kept instead is small: of what these
+# operators return, compiled code keeps what the backward reads, the logits and the plan.
+_ROUTING_OPS = {
+    "aten::mm.dtype",  # the product of bf16 numbers that stays fp32: the router's logits
+    "gristmill::weigh_and_choose",
+    "gristmill::plan_from_mask",
+    "gristmill::round_to_tiles",
+}
 _SAVED_OPS = {
-    ActivationCheckpointing.selective: _EXPENSIVE_OPS,
-    ActivationCheckpointing.elementwise: _EXPENSIVE_OPS | {"aten::mm", "aten::addmm"},
+    ActivationCheckpointing.selective: _EXPENSIVE_OPS | _ROUTING_OPS,
+    ActivationCheckpointing.elementwise: _EXPENSIVE_OPS | _ROUTING_OPS | {"aten::mm", "aten::addmm"},
 }
 
 
@@ -140,9 +149,9 @@ def checkpoint_activations(model: Decoder, mode: ActivationCheckpointing) -> Non
 
 
 def _selective_policy(saved: set[str], _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # FlexAttention is a higher-order operator, which has a name but no schema.
-    name = op._schema.name if isinstance(op, torch._ops.OpOverload) else getattr(op, "_name", None)
-    return CheckpointPolicy.MUST_SAVE if name in saved else CheckpointPolicy.PREFER_RECOMPUTE
+    # FlexAttention is a higher-order operator, which has a name but no overloads.
+    names = {op._name} if not isinstance(op, torch._ops.OpOverload) else {op._schema.name, op.name()}
+    return CheckpointPolicy.PREFER_RECOMPUTE if saved.isdisjoint(names) else CheckpointPolicy.MUST_SAVE
 
 
 def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: torch.dtype) -> None:
@@ -157,11 +166,13 @@ def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: to
     )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     shards = mesh["shard"].size()
-    for block in model.blocks:
+    blocks, size = list(model.blocks), config.blocks_per_unit
+    units = [blocks[start : start + size] for start in range(0, len(blocks), size)]
+    for unit in units:
         fully_shard(
-            block,
+            unit,
             reshard_after_forward=config.reshard_after_forward,
-            shard_placement_fn=_expert_placement(block, shards),
+            shard_placement_fn=_expert_placement(unit, shards),
             **options,
         )
     if model.lm_head is not None:
@@ -175,25 +186,28 @@ def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: to
             module.set_gradient_divide_factor(1.0)
             # Without it gloo is asked for a scaled sum, which it does not have.
             module.set_force_sum_reduction_for_comms(True)
-    _prefetch(list(model.blocks), config.prefetch_blocks)
+    _prefetch([unit[0] for unit in units], ceil(config.prefetch_blocks / size))
 
 
-def _prefetch(blocks: list[Any], num_ahead: int) -> None:
-    """Have each sharded block ask for the parameters of the next ``num_ahead`` it meets, forward and backward."""
+def _prefetch(firsts: list[Any], num_ahead: int) -> None:
+    """Have each unit ask for the parameters of the next ``num_ahead`` it meets, forward and backward.
+
+    ``firsts`` are the units' first blocks: the blocks of a unit are one to FSDP, whichever is named.
+    """
     if num_ahead == 0:
         return
-    for index, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + num_ahead])
-        block.set_modules_to_backward_prefetch(blocks[max(0, index - num_ahead) : index][::-1])
+    for index, first in enumerate(firsts):
+        first.set_modules_to_forward_prefetch(firsts[index + 1 : index + 1 + num_ahead])
+        first.set_modules_to_backward_prefetch(firsts[max(0, index - num_ahead) : index][::-1])
 
 
-def _expert_placement(block: nn.Module, shards: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Return where a block's parameters are cut: experts along their width where there are fewer than processes.
+def _expert_placement(unit: Sequence[nn.Module], shards: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Return where a unit's parameters are cut: experts along their width where there are fewer than processes.
 
     Source: torchtitan (b5bcd76), distributed/fsdp.py.
     """
     by_width: set[int] = set()
-    for moe in (module for module in block.modules() if isinstance(module, MoE)):
+    for moe in (module for block in unit for module in block.modules() if isinstance(module, MoE)):
         num_experts, gate_up_width, width = moe.w_gate_up.shape
         if shards <= num_experts:
             continue
@@ -213,11 +227,7 @@ def synchronise_gradients(model: Decoder, is_due: bool) -> None:
         model.set_requires_gradient_sync(is_due)
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients so that their joint norm is at most ``max_norm``; return the norm before, a plain tensor."""
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+def gradient_norm(model: nn.Module) -> Tensor:
+    """Return the joint norm of all gradients, over all processes: a plain scalar on the device."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

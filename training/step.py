@@ -28,8 +28,8 @@ from moe_kernels import RoutingKind
 from training.breakdown import CLIP
 from training.config import BalanceScope, TrainConfig
 from training.load import ExpertLoad
-from training.optim import step_if_finite
-from training.parallel import clip_gradients, synchronise_gradients
+from training.optim import clipped_step
+from training.parallel import gradient_norm, synchronise_gradients
 from training.world import World
 
 
@@ -137,9 +137,8 @@ def train_step(
     summed = Losses(*world.sum(torch.stack([torch.stack(part) for part in parts]).sum(0)))
     load = ExpertLoad.sum(loads).over(world)
     with record_function(CLIP):
-        grad_norm = clip_gradients(model, config.max_grad_norm)
-    is_finite = torch.isfinite(grad_norm)
-    step_if_finite(optimizer, is_finite)
+        grad_norm = gradient_norm(model)
+    is_finite = clipped_step(optimizer, grad_norm, config.max_grad_norm)
     _move_expert_bias(model, load.top_k_count_LE, config.expert_bias_rate, is_finite)
     lap("optimizer")
     return StepResult(losses=summed, grad_norm=grad_norm, num_valid=num_valid, load=load)

@@ -22,7 +22,7 @@ from training.build import build_model, check_division, choose_kernels
 from training.clock import clock_of
 from training.compilations import count_compilations
 from training.config import RunConfig, WandbMode
-from training.environment import StopRequest, fix_numerics
+from training.environment import StopRequest, fix_numerics, hide_objects, objects_seen_again
 from training.evaluate import held_out_losses, num_evaluation_batches
 from training.guard import StepGuard
 from training.metrics import Stopwatch
@@ -142,10 +142,11 @@ class Trainer:
         return any(line["progress/step"] == last_step and "eval/held_out/routing_gap" in line for line in lines)
 
     def _train(self, last_step: int, *, owes_evaluation: bool) -> int:
-        num_steps = self.config.train.num_steps
+        num_steps, first_step = self.config.train.num_steps, self.state.step
         own_sinks = self._sinks() if self.world.is_first else []
         with (
             StopRequest() as stop,
+            objects_seen_again(),
             Sinks(own_sinks) as sinks,
             closing(self._micro_batches),
             StepProfiler(self.config, self.world, self.folder.profile) as profiler,
@@ -154,6 +155,8 @@ class Trainer:
             is_stopping = self._evaluate(sinks, stop) if owes_evaluation else False
             while self.state.step < last_step and not is_stopping:
                 result = self._step()
+                if self.state.step == first_step + 1:
+                    hide_objects()
                 profiler.step(self.state.step)
                 is_stopping = self.world.any(bool(stop))
                 is_last = self.state.step == last_step or is_stopping

@@ -181,9 +181,10 @@ def allocated_bytes(config: RunConfig, world: World) -> int:
         ("train.precision=bf16", "parallel.activation_checkpointing=selective", "model.tie_embeddings=true"),
         ("train.precision=bf16", "parallel.activation_checkpointing=full", "model.moe.expert_width=512"),
         ("train.precision=bf16", "parallel.recompute_h=true", "train.global_batch_sequences=6"),
+        ("train.precision=bf16", "parallel.blocks_per_unit=2"),
         ("train.precision=fp32",),
     ],
-    ids=["none", "elementwise", "selective_tied", "full_wide", "recompute_h_accumulated", "fp32"],
+    ids=["none", "elementwise", "selective_tied", "full_wide", "recompute_h_accumulated", "two_blocks_a_unit", "fp32"],
 )
 def test_peak_is_within_a_tenth_of_what_a_step_allocates(overrides: tuple[str, ...], own_group: World) -> None:
     config = config_of(*STEP, "train.global_batch_sequences=2", *overrides)
@@ -242,6 +243,13 @@ def test_what_is_not_freed_after_the_forward_is_gathered_in_full() -> None:
     layout = layout_of(config_of(*LARGE), gpus=8)
     assert kept.gathered > 0.9 * 2 * layout.whole
     assert predicted(config_of(*LARGE), gpus=8).gathered < 0.2 * 2 * layout.whole
+
+
+def test_two_blocks_a_unit_are_gathered_and_wait_to_be_summed_together() -> None:
+    alone, pairs = (predicted(config_of(*LARGE, f"parallel.blocks_per_unit={number}"), gpus=8) for number in (1, 2))
+    block = layout_of(config_of(*LARGE), gpus=8).blocks[0].whole
+    assert pairs.gathered + pairs.reducing - alone.gathered - alone.reducing >= 2 * block
+    assert pairs.parameters == alone.parameters
 
 
 def test_documents_cost_a_bias_for_every_pair_of_positions_unless_attention_reads_blocks() -> None:

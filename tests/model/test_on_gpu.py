@@ -19,6 +19,8 @@ from model.rope import rotary_tables
 from moe_kernels import BackendName, Rounding, RoutingKind
 from moe_kernels.testing import assert_norm_close
 from tests.model.tiny_models import build, relative_difference, tiny_config, token_ids
+from training.config import ActivationCheckpointing
+from training.parallel import checkpoint_activations, compile_blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = torch.device("cuda")
@@ -207,6 +209,26 @@ def test_a_compiled_block_keeps_no_fp32_copy_of_the_stream():
     assert any(tensor.numel() == x_BSD.numel() for tensor in kept)
     wide = [tuple(tensor.shape) for tensor in kept if tensor.dtype is torch.float32 and tensor.numel() >= x_BSD.numel()]
     assert wide == []
+
+
+@pytest.mark.parametrize("mode", [ActivationCheckpointing.elementwise, ActivationCheckpointing.selective])
+@pytest.mark.parametrize("routing", [RoutingKind.top_k, RoutingKind.token_rounding])
+def test_a_checkpointed_block_routes_once_and_its_gradients_stay(routing, mode):
+    config = small_config(experts_per_token=8)  # all of them, so that no rounding moves a token to another expert
+    decoder = decoder_on_gpu(config, compiled=False)
+    checkpoint_activations(decoder, mode)
+    compile_blocks(decoder)
+    loss_and_gradients(decoder, routing=routing, seed=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        actual = loss_and_gradients(decoder, routing=routing, seed=1)
+    calls = {event.key: event.count for event in recorded.key_averages()}
+    num_layers = len(decoder.moe_layers())
+    assert calls["gristmill::weigh_and_choose"] == num_layers
+    assert calls.get("gristmill::plan_from_mask", 0) + calls.get("gristmill::round_to_tiles", 0) == num_layers
+    if routing is RoutingKind.top_k:
+        plain = decoder_on_gpu(config, compiled=True)
+        for ours, theirs in zip(actual, loss_and_gradients(plain, routing=routing), strict=True):
+            assert relative_difference(ours, theirs) <= 0.05
 
 
 def test_decoding_over_a_cache_gives_the_logits_of_the_whole():

@@ -55,19 +55,23 @@ class Case:
     compiled: bool = False
     prefetch_blocks: int = 0
     sum_every_micro_batch: bool = False
+    num_layers: int = 2
+    blocks_per_unit: int = 1
+    reshard_after_forward: bool = True
 
     @property
     def problem(self) -> str:
         """The step itself, whatever computes it."""
         names = (self.routing.name, self.balance.name, self.router.name, str(self.num_experts))
         switches = ("-documents" if self.mask_documents else "") + ("-tied" if self.tie_embeddings else "")
+        switches += f"-{self.num_layers}layers" if self.num_layers != 2 else ""
         return f"{self.num_micro_batches}-" + "-".join(names) + switches
 
     @property
     def name(self) -> str:
-        knobs = (
-            f"-prefetch{self.prefetch_blocks}" if self.prefetch_blocks else ""
-        ) + "-sum" * self.sum_every_micro_batch
+        knobs = f"-prefetch{self.prefetch_blocks}" if self.prefetch_blocks else ""
+        knobs += f"-unit{self.blocks_per_unit}" if self.blocks_per_unit > 1 else ""
+        knobs += "-sum" * self.sum_every_micro_batch + "-gathered_once" * (not self.reshard_after_forward)
         way = f"{self.checkpointing.name}{'-compiled' * self.compiled}-shard{self.shard_degree}"
         return f"{self.problem}-{way}{knobs}"
 
@@ -82,7 +86,14 @@ IDLE_EXPERTS = Case(4, RoutingKind.token_rounding, BalanceScope.micro_batch, num
 MASKED = Case(4, RoutingKind.token_rounding, BalanceScope.micro_batch, mask_documents=True)
 TIED = Case(4, RoutingKind.token_rounding, BalanceScope.micro_batch, tie_embeddings=True)
 COMPILED = replace(MASKED, compiled=True, checkpointing=ActivationCheckpointing.elementwise)
-SINGLE = (FEW_EXPERTS, IDLE_EXPERTS, MASKED, TIED)
+DEEPER = Case(4, RoutingKind.token_rounding, BalanceScope.micro_batch, num_layers=3)
+SINGLE = (FEW_EXPERTS, IDLE_EXPERTS, MASKED, TIED, DEEPER)
+# Two blocks in one unit and the third alone.
+UNITS = [replace(case, blocks_per_unit=2) for case in (DEEPER, replace(FEW_EXPERTS, prefetch_blocks=1))]
+UNITS += [
+    replace(DEEPER, blocks_per_unit=2, checkpointing=mode, reshard_after_forward=False)
+    for mode in (ActivationCheckpointing.selective, ActivationCheckpointing.full)
+]
 # elementwise is selective with a longer list.
 MODES = (ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full)
 
@@ -103,6 +114,7 @@ def cases_of(world_size: int) -> list[Case]:
         *checkpointed(SIGMOID),
         *SINGLE,
         replace(PROBLEMS[-1], prefetch_blocks=1, sum_every_micro_batch=True),
+        *UNITS,
         *([COMPILED] if world_size == 2 else []),  # every process compiles for itself, which takes it seconds
     ]
 
@@ -116,7 +128,7 @@ def model_config(case: Case) -> ModelConfig:
     return ModelConfig(
         vocab_size=VOCABULARY,
         width=16,
-        num_layers=2,
+        num_layers=case.num_layers,
         attention=attention,
         moe=moe,
         tie_embeddings=case.tie_embeddings,
@@ -146,6 +158,8 @@ def take_step(case: Case, world: World) -> dict[str, Any]:
             shard_degree=case.shard_degree,
             compile=case.compiled,
             prefetch_blocks=case.prefetch_blocks,
+            blocks_per_unit=case.blocks_per_unit,
+            reshard_after_forward=case.reshard_after_forward,
         ),
         precision=Precision.fp32,
         seed=0,
@@ -280,12 +294,12 @@ def test_experts_are_cut_along_their_width_where_processes_outnumber_them() -> N
     config = model_config(FEW_EXPERTS)
     problem = moe_problem(config, tokens=TOKENS, dtype=torch.float32, device=torch.device("cpu"))
     block = Decoder(config, backend=resolve_backend(BackendName.reference, problem)).blocks[0]
-    placement = _expert_placement(block, 4)
+    placement = _expert_placement([block], 4)
     assert placement(block.moe.w_gate_up) == placement(block.moe.w_down)
     assert placement(block.moe.w_gate_up).dim == 1
     assert placement(block.moe.router.weight) is None
     with pytest.raises(ValueError, match=r"parallel\.shard_degree"):
-        _expert_placement(block, 3)
+        _expert_placement([block], 3)
 
 
 def test_most_experts_are_idle_where_that_is_tried(alone: dict[str, dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from data.batch import Batch
 from tests.training.test_step import SIGMOID, batches, build, step
 from training.config import DeviceName, OptimConfig, Precision, RunConfig
 from training.guard import StepGuard
-from training.optim import build_optimizer, step_if_finite
+from training.optim import build_optimizer, clipped_step
 from training.step import MicroBatch
 from training.trainer import Trainer
 from training.world import World, open_world
@@ -62,10 +62,11 @@ def test_sharded_parameters_are_left_too() -> None:
     fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
     optimizer = build_optimizer(model, OptimConfig(lr=1e-2))
     before = model.weight.full_tensor().clone()
-    for is_finite in (False, True):
+    for norm in (float("inf"), float("nan"), 3.0):
         model(torch.ones(2, 4)).sum().backward()
-        step_if_finite(optimizer, torch.tensor(is_finite))
-        assert torch.equal(model.weight.full_tensor(), before) is not is_finite
+        is_finite = clipped_step(optimizer, torch.tensor(norm), max_norm=1.0)
+        assert bool(is_finite) is (norm == 3.0)
+        assert torch.equal(model.weight.full_tensor(), before) is not bool(is_finite)
     world.close()
 
 

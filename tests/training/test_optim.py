@@ -1,8 +1,12 @@
+import copy
+
+import pytest
 import torch
 from torch import nn
 
 from training.config import OptimConfig, Schedule, TrainConfig
-from training.optim import build_optimizer, learning_rate, set_learning_rate
+from training.optim import build_optimizer, clipped_step, learning_rate, set_learning_rate
+from training.parallel import gradient_norm
 
 
 def test_matrices_decay_and_norms_and_biases_do_not() -> None:
@@ -42,3 +46,24 @@ def test_schedule_is_the_one_named() -> None:
     }
     assert rates[Schedule.wsd] == 1.0
     assert rates[Schedule.cosine] < 0.5
+
+
+@pytest.mark.parametrize("factor", [0.01, 100.0], ids=["below", "above"])
+def test_a_clipped_step_is_the_one_after_clip_grad_norm(factor: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    other = copy.deepcopy(model)
+    optimizer, reference = (build_optimizer(each, OptimConfig(lr=0.1)) for each in (model, other))
+    for number in range(3):
+        for left, right in zip(model.parameters(), other.parameters(), strict=True):
+            left.grad = factor * (number + 1) * torch.randn_like(left)
+            right.grad = left.grad.clone()
+        is_finite = clipped_step(optimizer, gradient_norm(model), max_norm=1.0)
+        norm = nn.utils.clip_grad_norm_(other.parameters(), max_norm=1.0)
+        assert bool(is_finite)
+        assert bool(norm > 1.0) is (factor > 1.0)
+        reference.step()
+        # Divided by the scale here, multiplied by its reciprocal there: a few roundings of fp32 apart.
+        for left, right in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(left.grad, right.grad, rtol=1e-6, atol=0.0)
+            torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)

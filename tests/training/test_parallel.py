@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from model.config import AttentionConfig, ModelConfig, MoEConfig, RoutingConfig
 from model.decoder import Decoder
@@ -16,7 +17,7 @@ from moe_kernels import BackendName, RoutingKind, resolve_backend
 from training.audit import audit_first_step
 from training.config import ActivationCheckpointing, DeviceName, OptimConfig, ParallelConfig, Precision, RunConfig
 from training.optim import build_optimizer
-from training.parallel import DTYPES, build_mesh, build_parallel
+from training.parallel import _SAVED_OPS, DTYPES, _selective_policy, build_mesh, build_parallel
 from training.trainer import Trainer
 from training.world import World, open_world
 
@@ -101,6 +102,21 @@ def test_elementwise_checkpointing_multiplies_no_matrix_again() -> None:
     assert products[ActivationCheckpointing.selective] > products[ActivationCheckpointing.none]
 
 
+def test_what_selective_checkpointing_keeps_is_attention_the_experts_and_the_routing() -> None:
+    def keeps(mode: ActivationCheckpointing, op: Any) -> bool:
+        return _selective_policy(_SAVED_OPS[mode], None, op) is CheckpointPolicy.MUST_SAVE
+
+    aten, selective = torch.ops.aten, ActivationCheckpointing.selective
+    assert keeps(selective, torch.ops.gristmill.moe_experts_fwd.default)
+    assert keeps(selective, aten._scaled_dot_product_flash_attention.default)
+    # The router's product alone has a dtype of its own.
+    assert keeps(selective, aten.mm.dtype)
+    assert not keeps(selective, aten.mm.default)
+    assert keeps(ActivationCheckpointing.elementwise, aten.mm.dtype)
+    assert keeps(ActivationCheckpointing.elementwise, aten.mm.default)
+    assert not keeps(ActivationCheckpointing.elementwise, aten.mul.Tensor)
+
+
 @pytest.mark.parametrize("mode", ActivationCheckpointing)
 def test_checkpointing_keeps_parameter_names_and_gradients(mode: ActivationCheckpointing) -> None:
     plain, other = build(), build(activation_checkpointing=mode)
@@ -161,8 +177,11 @@ def test_a_bf16_run_trains_saves_and_resumes_bit_for_bit(small_run: Callable[...
     bf16 = "train.precision=bf16"
     whole = Trainer(small_run("run.name=whole", bf16), own_group)
     whole.fit()
+    # Evaluated and saved after every step, with blocks that an evaluation leaves gathered.
+    kept = ("parallel.reshard_after_forward=false", "parallel.blocks_per_unit=2")
+    often = ("evaluation.every_steps=1", "checkpoint.every_steps=1")
     for stop in (3, 6):
-        parts = Trainer(small_run("run.name=parts", bf16, f"run.stop_at_step={stop}"), own_group)
+        parts = Trainer(small_run("run.name=parts", bf16, f"run.stop_at_step={stop}", *kept, *often), own_group)
         parts.fit()
     for (name, left), (_, right) in zip(whole.model.named_parameters(), parts.model.named_parameters(), strict=True):
         assert torch.equal(left.full_tensor(), right.full_tensor()), name

@@ -42,6 +42,7 @@ class ParallelConfig:
 
     shard_degree: int | None = None  # processes that hold one copy of the model between them; null: all of them
     reshard_after_forward: bool = True  # free a block's gathered parameters until its backward
+    blocks_per_unit: int = 1  # gathered and summed together: fewer and larger messages, less for the host to do
     prefetch_blocks: int = 0  # blocks gathered ahead of the one at work; 0: as FSDP does by itself, one as time allows
     sum_every_micro_batch: bool = False  # sum gradients over processes after each: no unsharded sums, more traffic
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
@@ -51,6 +52,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         if self.shard_degree is not None and self.shard_degree < 1:
             raise ValueError(f"parallel.shard_degree={self.shard_degree} must be at least 1 (or null for all)")
+        if self.blocks_per_unit < 1:
+            raise ValueError(f"parallel.blocks_per_unit={self.blocks_per_unit} must be at least 1")
         if self.prefetch_blocks < 0:
             raise ValueError(f"parallel.prefetch_blocks={self.prefetch_blocks} must not be negative")
 
