@@ -19,7 +19,9 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         except (ValueError, LookupError, TypeError) as error:
             if not line.endswith(b"\n"):
                 break
-            raise ValueError(f"{path}, line {number} is not a JSON object with progress/step: {error!r}") from error
+            # Not its repr, which for a UnicodeDecodeError is the whole line.
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path}, line {number} is not a JSON object with progress/step: {reason}") from error
         if "progress/resumed" in values:
             kept = [earlier for earlier in kept if earlier["progress/step"] <= step]
         else:

@@ -16,6 +16,8 @@ from data.batch import Batch
 from data.config import DataConfig
 from data.errors import DataError
 from data.manifest import (
+    MANIFEST_NAME,
+    SPLITS,
     TOKENIZER_FOLDER,
     Manifest,
     prepare_command,
@@ -156,13 +158,26 @@ def open_prepared(config: DataConfig) -> PreparedData:
     )
 
 
+def _how_to_mend(folder: Path) -> str:
+    # Only what data.prepare wrote may be advised away: the folder that was named by mistake may hold runs.
+    if not folder.exists():
+        return f"To mend it, run: {prepare_command(folder, None)}"
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {MANIFEST_NAME, TOKENIZER_FOLDER, *SPLITS}:
+        return f"To mend it, remove {folder}, then run: {prepare_command(folder, None)}"
+    inside = sorted(path.parent.as_posix() for path in folder.glob(f"*/{MANIFEST_NAME}"))
+    return (
+        f"What it holds is something else: name a folder that data.prepare wrote, such as {', '.join(inside)}"
+        if inside
+        else "What it holds is something else: name a folder that data.prepare wrote"
+    )
+
+
 def _open_source(name: str, folder: Path, *, in_mixture: bool) -> PreparedSource:
     knob = f"data.mixture.{name} in data.root={folder.parent}" if in_mixture else f"data.root={folder}"
     try:
         manifest = read_manifest(folder)
     except DataError as error:
-        remove = f"remove {folder}, then " if folder.exists() else ""
-        raise DataError(f"{knob}: {error}. To mend it, {remove}run: {prepare_command(folder, None)}") from error
+        raise DataError(f"{knob}: {error}. {_how_to_mend(folder)}") from error
     try:
         verify_files(folder, manifest)
     except DataError as error:

@@ -129,7 +129,8 @@ def read_manifest(folder: Path) -> Manifest:
         values = json.loads(path.read_text(encoding="utf-8"))
         version, digest = values["format_version"], values.pop("manifest_sha256")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is damaged: {error!r}") from error
+        # Not its repr, which for a UnicodeDecodeError is the whole file.
+        raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if version != FORMAT_VERSION:
         raise DataError(f"{path} has format version {version}, this code reads version {FORMAT_VERSION}")
     try:

@@ -146,7 +146,7 @@ def _find_prepared(out: Path, identity: dict[str, Any], progress: Progress) -> M
     if not any(out.iterdir()):
         return None
     if not (out / MANIFEST_NAME).is_file():
-        raise DataError(f"--out {out} holds files but no {MANIFEST_NAME}: remove it or choose another folder")
+        raise DataError(f"--out {out} holds files but no {MANIFEST_NAME}: choose another folder, or empty this one")
     try:
         manifest = read_manifest(out)
     except DataError as error:

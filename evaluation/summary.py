@@ -26,7 +26,7 @@ def last_line(lines: list[dict[str, float]], key: str) -> dict[str, float] | Non
 
 
 def summary(run: Path) -> list[tuple[str, str]]:
-    """Return the (label, value) rows of the summary of the run in ``run``."""
+    """Return the (label, value) rows of the summary of the run in ``run``. Raises: ValueError for a damaged one."""
     lines = logged(run)
     rows = [
         ("run folder", str(run)),
@@ -58,10 +58,16 @@ def unigram_ce(run: Path) -> float:
 
     Of the two figures in the manifests (frequencies of the training text, and the held-out text's own) it takes the
     lower one, which is the harder to beat; several sources are weighed by their held-out tokens.
+    Raises: ValueError if the run's data.json is missing or damaged.
     """
-    manifests: list[dict[str, Any]] = json.loads((run / "data.json").read_text(encoding="utf-8"))
-    tokens = [manifest["held_out"]["tokens"] for manifest in manifests]
-    figures = [min(m["unigram_ce_train_fit"], m["unigram_entropy_held_out"]) for m in manifests]
+    path = run / "data.json"
+    try:
+        manifests: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        tokens = [manifest["held_out"]["tokens"] for manifest in manifests]
+        figures = [min(m["unigram_ce_train_fit"], m["unigram_entropy_held_out"]) for m in manifests]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}, which holds the manifests of the run's data, cannot be read: {reason}") from error
     return float(sum(n * figure for n, figure in zip(tokens, figures, strict=True)) / sum(tokens))
 
 

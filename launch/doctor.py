@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 
 from launch.gpu_checks import check_experts, check_group, check_links, check_rates
@@ -67,7 +68,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, help="a prepared folder, as data.root")
     parser.add_argument("--network", action="store_true", help="see whether Hugging Face and wandb can be reached")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not 0 <= options.needs_gib < inf:
+        parser.error(f"--needs-gib {options.needs_gib} must be a number, 0 or more")
+    if options.write_mib < 1:
+        parser.error(f"--write-mib {options.write_mib} must be at least 1")
+    return options
 
 
 def main(arguments: list[str] | None = None, *, look: Callable[..., Iterator[Finding]] = examine) -> int:

@@ -214,7 +214,8 @@ def check_disk(root: Path, *, needed_gib: float, write_bytes: int) -> list[Findi
         text = f"{there} cannot be written"
         return [Finding(status=Status.fail, name=name, text=text, advice="choose another run.root")]
     if rate is None or free < needed_gib * _GIB:
-        advice = f"{needed_gib:g} GiB are asked for; launch.preflight says what a run writes"
+        asked_gib = max(needed_gib, write_bytes / _GIB)  # the trial write too needs its space
+        advice = f"{asked_gib:g} GiB are asked for; launch.preflight says what a run writes"
         return [Finding(status=Status.fail, name=name, text=f"{free / _GIB:.1f} GiB free in {there}", advice=advice)]
     text = f"{free / _GIB:.0f} GiB free in {there}, writes {rate / 1e9:.2f} GB/s"
     if rate < _SLOW_DISK:

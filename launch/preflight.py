@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -155,10 +156,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_intermixed_args(arguments)
-    for name in ("gpus", "gpu_memory_gib", "tokens", "throughput"):
+    for name, is_above_zero in (
+        ("gpus", True),
+        ("gpu_memory_gib", True),
+        ("tokens", True),
+        ("throughput", True),
+        ("context_gib", False),
+        ("fragmentation", False),
+    ):
         value = getattr(options, name)
-        if value is not None and not value > 0:
-            parser.error(f"--{name.replace('_', '-')} {value} must be above 0")
+        if value is not None and not (isfinite(value) and (value > 0 if is_above_zero else value >= 0)):
+            least = "above 0" if is_above_zero else "0 or more"
+            parser.error(f"--{name.replace('_', '-')} {value} must be a number, {least}")
+    if options.shape is not None and options.benchmark is None:
+        parser.error("--shape names a row of a benchmark: give --benchmark too")
     return options
 
 

@@ -178,7 +178,7 @@ def disk(folder: str, size: str) -> dict[str, Any]:
     """
     there = _existing(Path(folder))
     free = shutil.disk_usage(there).free
-    is_writable = os.access(there, os.W_OK)
+    is_writable = there.is_dir() and os.access(there, os.W_OK)
     rate = _write_rate(there, int(size)) if is_writable and free > int(size) else None
     return {"folder": str(there), "free": free, "writable": is_writable, "rate": rate}
 

@@ -14,7 +14,8 @@ NODES=${NODES:-1}
 RENDEZVOUS=${RENDEZVOUS:-}
 JOB=${JOB:-gristmill}
 if [ -z "${GPUS:-}" ]; then
-  GPUS=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+  # A line a GPU; where it fails it says so on stdout too, and a driver that hangs never answers.
+  GPUS=$(timeout -k 5 30 nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' || true)
   if [ "$GPUS" -eq 0 ]; then
     echo "error: nvidia-smi lists no GPU here; set GPUS=N for the number of processes on this host" >&2
     exit 1
@@ -27,6 +28,8 @@ fi
 
 # torchrun would set one thread a process; the run sets its own (train.num_threads).
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# After a signal the run finishes its step and saves, which may take longer than the 30 s that torchrun waits for it.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 
 if [ "$NODES" -eq 1 ]; then

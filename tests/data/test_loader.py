@@ -160,6 +160,17 @@ def test_missing_data_names_the_knob_and_the_command(tmp_path, monkeypatch):
         open_prepared(DataConfig(root="mine"))
 
 
+def test_a_folder_of_other_things_is_not_advised_away(tmp_path, small_copy):
+    (tmp_path / "notes.txt").write_text("kept")
+    with pytest.raises(ValueError, match=f"such as {small_copy.as_posix()}$") as error:
+        open_prepared(DataConfig(root=str(tmp_path)))
+    assert "remove" not in str(error.value)
+    with pytest.raises(ValueError, match=r"name a folder that data\.prepare wrote$"):
+        open_prepared(DataConfig(root=str(small_copy / "tokenizer")))
+    with pytest.raises(ValueError, match=r"name a folder that data\.prepare wrote$"):
+        open_prepared(DataConfig(root=str(tmp_path / "notes.txt")))
+
+
 def damage_truncated(root):
     path = root / "train" / "tokens_00001.bin"
     os.truncate(path, path.stat().st_size // 2)

@@ -64,6 +64,16 @@ def test_a_line_that_is_damaged_is_named(tmp_path: Path) -> None:
         main([str(run)])
 
 
+@pytest.mark.parametrize("contents", [None, b"", b"[{", b"{}x", b"[{}]", b"3", b"\xff\xfe"])
+def test_manifests_that_are_missing_or_damaged_are_named(tmp_path: Path, contents: bytes | None) -> None:
+    run = run_folder(tmp_path, LINES)
+    (run / "data.json").unlink()
+    if contents is not None:
+        (run / "data.json").write_bytes(contents)
+    with pytest.raises(SystemExit, match=r"^error: .*data\.json, which holds the manifests"):
+        main([str(run)])
+
+
 def test_margin_is_measured_from_the_lower_unigram_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(run_folder(tmp_path, LINES))
     main([run, "--require-margin", "1.0"])

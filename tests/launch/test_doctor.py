@@ -171,6 +171,24 @@ def test_a_disk_is_written_to_and_left_as_it_was(tmp_path: Path) -> None:
     assert answer["rate"] > 0
     assert not list(tmp_path.iterdir())
     assert probe.disk(str(tmp_path), str(answer["free"] * 2))["rate"] is None
+    (tmp_path / "file").touch()
+    assert not probe.disk(str(tmp_path / "file" / "runs"), "1")["writable"], "a file is in the way"
+
+
+def test_a_trial_write_larger_than_the_space_is_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = {"free": 2**40, "writable": True, "rate": None, "folder": "/runs"}
+    monkeypatch.setattr("launch.machine_checks.ask", lambda *_, timeout_s: answer)
+    (finding,) = check_disk(Path("runs"), needed_gib=10, write_bytes=2**41)
+    assert finding.status is FAIL
+    assert "2048 GiB are asked for" in finding.advice
+
+
+@pytest.mark.parametrize("arguments", [["--needs-gib", "nan"], ["--needs-gib", "-1"], ["--write-mib", "0"]])
+def test_amounts_that_are_none_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments, look=lambda _: iter(()))
+    assert left.value.code == 2
+    assert " ".join(arguments[:1]) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,22 @@ def test_what_train_would_refuse_leaves_with_2_and_names_the_knob(
     assert named in err
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+@pytest.mark.parametrize("option", ["--gpu-memory-gib", "--tokens", "--throughput", "--context-gib", "--fragmentation"])
+def test_options_that_are_no_amounts_are_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--gpus", "1", option, value])
+    assert left.value.code == EXIT_REFUSED
+    assert f"{option} {value}" in capsys.readouterr().err
+
+
+def test_a_shape_without_a_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--gpus", "1", "--shape", "olmoe-1b-7b"])
+    assert left.value.code == EXIT_REFUSED
+    assert "--benchmark" in capsys.readouterr().err
+
+
 def test_auto_plans_for_the_hopper_kernels_where_the_shape_allows_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert "experts on cute_sm90" in run(capsys, *OLMOE, "--gpus", "1")[1]
     _, out, _ = run(capsys, *OLMOE, "model.moe.expert_width=100", "--gpus", "1", "model.moe.routing.tile_m=128")
