@@ -39,7 +39,8 @@ from cutlass.tensor_utils import LayoutEnum
 from moe_kernels.cute.common.ring import advance, next_stage, skip
 from moe_kernels.cute.common.scheduler import CLUSTER, ExpertByExpert, row_tile
 from moe_kernels.cute.common.views import load_origin, loads_end_at_row
-from moe_kernels.cute.sm90.epilogue import TmaView, make_epilogue
+from moe_kernels.cute.sm90.epilogue import StoreEpilogue, TmaView
+from moe_kernels.cute.sm90.swiglu_epilogue import SwiGLUBackwardEpilogue, SwiGLUEpilogue
 from moe_kernels.cute.sm90.work_queue import FIELDS, SLOTS, WorkQueue, lookahead
 from moe_kernels.cute.tiles import SHARED_MEMORY_BYTES, TILE_DEPTH, KernelForm, TileConfig
 
@@ -108,7 +109,15 @@ class GroupedGemm:
             claimed_units=self.ahead.claimed_units,
             posted_units=self.ahead.posted_units,
         )
-        self.epilogue = make_epilogue(form, dtype=dtype, tile=tile, column_tiles=self.column_tiles)
+        self.epilogue = self._make_epilogue()
+
+    def _make_epilogue(self) -> StoreEpilogue:
+        if self.is_gated:
+            stores_h = self.form is KernelForm.up
+            return SwiGLUEpilogue(dtype=self.dtype, tile=self.tile, column_tiles=self.column_tiles, stores_h=stores_h)
+        is_backward = self.form is KernelForm.down_backward
+        epilogue = SwiGLUBackwardEpilogue if is_backward else StoreEpilogue
+        return epilogue(dtype=self.dtype, tile=self.tile, column_tiles=self.column_tiles)
 
     def _last_columns(self, columns: int) -> int:
         """Return how many columns of the accumulator the last column tile of ``columns`` has to multiply.

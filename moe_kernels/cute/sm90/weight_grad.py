@@ -37,7 +37,8 @@ from moe_kernels.cute.common.longest_first import LongestFirst
 from moe_kernels.cute.common.ring import advance, next_stage, skip_by
 from moe_kernels.cute.common.scheduler import CLUSTER
 from moe_kernels.cute.common.views import load_origin, loads_end_at_row
-from moe_kernels.cute.sm90.epilogue import TmaView, make_epilogue
+from moe_kernels.cute.sm90.epilogue import TmaView
+from moe_kernels.cute.sm90.weight_grad_epilogue import WeightGradEpilogue
 from moe_kernels.cute.sm90.work_queue import FIELDS, SLOTS, WorkQueue
 from moe_kernels.cute.tiles import SHARED_MEMORY_BYTES, KernelForm, TileConfig
 
@@ -70,7 +71,9 @@ class WeightGrad:
         units = row_units * self.column_units
         order = LongestFirst(units=units, depth=tile.depth, skips_empty=form.accumulates)
         self.queue = WorkQueue(order=order, claims=tile.claims_units, readers=12)
-        self.epilogue = make_epilogue(form, dtype=dtype, tile=tile, column_tiles=column_tiles)
+        self.epilogue = WeightGradEpilogue(
+            dtype=dtype, tile=tile, column_tiles=column_tiles, accumulates=form.accumulates
+        )
 
     # ---- host
 

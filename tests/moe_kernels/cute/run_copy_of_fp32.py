@@ -10,7 +10,7 @@ from cutlass import BFloat16, Float32, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.cute.runtime import from_dlpack
 
-from moe_kernels.cute.sm90.epilogue import copy_of_fp32
+from moe_kernels.cute.sm90.weight_grad_epilogue import copy_of_fp32
 
 
 @cute.jit
