@@ -24,7 +24,7 @@ import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, cute
-from cutlass.cute.nvgpu import LoadCacheMode, OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import (
     Agent,
@@ -37,35 +37,17 @@ from cutlass.pipeline import (
 from cutlass.tensor_utils import LayoutEnum
 
 from moe_kernels.cute.common.ring import advance, next_stage, skip
-from moe_kernels.cute.common.scheduler import CLUSTER, ExpertByExpert, row_tile
-from moe_kernels.cute.common.views import load_origin, loads_end_at_row
+from moe_kernels.cute.common.scheduler import CLUSTER
+from moe_kernels.cute.common.views import loads_end_at_row
 from moe_kernels.cute.sm90.epilogue import StoreEpilogue, TmaView
+from moe_kernels.cute.sm90.loader import Barriers, Loader, Operands, SharedTensors
 from moe_kernels.cute.sm90.swiglu_epilogue import SwiGLUBackwardEpilogue, SwiGLUEpilogue
-from moe_kernels.cute.sm90.work_queue import FIELDS, SLOTS, WorkQueue, lookahead
+from moe_kernels.cute.sm90.work_queue import FIELDS, SLOTS
 from moe_kernels.cute.tiles import SHARED_MEMORY_BYTES, TILE_DEPTH, KernelForm, TileConfig
 
 _WARPGROUP = 128
 _THREADS = 3 * _WARPGROUP
 _TURN = 1  # named barriers 1 and 2
-_CHUNK = 8  # elements of one 16-byte copy
-_ROWS_PER_PASS = _WARPGROUP * _CHUNK // TILE_DEPTH
-
-
-class Operands(NamedTuple):
-    """The inputs on the device. ``weights_alone`` loads a block's whole tile of weights, ``weights`` half of it."""
-
-    rows: TmaView
-    weights: TmaView
-    weights_alone: TmaView
-    token_R: cute.Tensor
-
-
-class SharedTensors(NamedTuple):
-    """A: (rows, depth, stages). B: (columns, depth, stages) for the MMA; B_box is the same memory as TMA writes it."""
-
-    A: cute.Tensor
-    B: cute.Tensor
-    B_box: cute.Tensor
 
 
 class Products(NamedTuple):
@@ -75,14 +57,6 @@ class Products(NamedTuple):
     acc: cute.Tensor
     A: cute.Tensor
     B: cute.Tensor
-
-
-class Barriers(NamedTuple):
-    """One array per hand-over; what a form does not use is None."""
-
-    full: MbarrierArray
-    empty: MbarrierArray
-    loaded: MbarrierArray | None  # the epilogue's own loads
 
 
 class GroupedGemm:
@@ -101,14 +75,8 @@ class GroupedGemm:
         self.column_tiles = -(-columns // (tile.columns // self.halves))
         self.last_columns = self._last_columns(columns) if tile.cuts_last_column else tile.columns
         self.consumer_warps = 4 if tile.ping_pong else 8
-        self.ahead = lookahead(self.k_tiles)
-        self.queue = WorkQueue(
-            order=ExpertByExpert(columns=self.column_tiles, tile_rows=tile.rows),
-            claims=tile.claims_units,
-            readers=8 + (4 if self.gathers else 1),
-            claimed_units=self.ahead.claimed_units,
-            posted_units=self.ahead.posted_units,
-        )
+        self.loader = Loader(form, contraction=contraction, column_tiles=self.column_tiles, dtype=dtype, tile=tile)
+        self.queue = self.loader.queue
         self.epilogue = self._make_epilogue()
 
     def _make_epilogue(self) -> StoreEpilogue:
@@ -261,9 +229,6 @@ class GroupedGemm:
         sStore = storage.sStore.get_tensor(sStore_layout.outer, swizzle=sStore_layout.inner)
         sLoad = storage.sLoad.get_tensor(sLoad_layout.outer, swizzle=sLoad_layout.inner)
         stages = self.tile.stages
-        b_bytes = cute.size_in_bytes(self.dtype, cute.slice_(sB_layout, (None, None, 0)))
-        a_bytes = cute.size_in_bytes(self.dtype, cute.slice_(sA_layout, (None, None, 0)))
-        self.tma_bytes = b_bytes if const_expr(self.gathers) else a_bytes + b_bytes
         full_op, full_count = PipelineOp.TmaLoad, 1
         if const_expr(self.gathers):
             full_op, full_count = PipelineOp.AsyncLoad, _WARPGROUP + 1
@@ -271,7 +236,7 @@ class GroupedGemm:
         empty_group = CooperativeGroup(Agent.Thread, self.consumer_warps * CLUSTER)
         ring = storage.ring.data_ptr()
         barriers = Barriers(
-            MbarrierArray(ring, stages, (full_op, full_group), self.tma_bytes),
+            MbarrierArray(ring, stages, (full_op, full_group), self.loader.tma_bytes),
             MbarrierArray(ring + stages, stages, (PipelineOp.AsyncThread, empty_group)),
             self._load_barriers(storage),
         )
@@ -282,9 +247,9 @@ class GroupedGemm:
         if group == 0:
             cute.arch.setmaxregister_decrease(self.tile.producer_registers)
             if const_expr(self.gathers):
-                self._gather(operands, queue, shared, barriers, tidx, warp, rank)
+                self.loader.gather(operands, queue, shared, barriers, tidx, warp, rank)
             elif warp == 0:
-                self._load(operands, queue, shared, barriers, warp, rank)
+                self.loader.load(operands, queue, shared, barriers, warp, rank)
         else:
             cute.arch.setmaxregister_increase(self.tile.consumer_registers)
             self._consume(queue, views, shared, sStore, sLoad, mma, barriers, tidx, warp, group, rank)
@@ -296,136 +261,6 @@ class GroupedGemm:
             return None
         group = CooperativeGroup(Agent.Thread, 1)
         return MbarrierArray(storage.loads.data_ptr(), 2 * self.tile.load_stages, (PipelineOp.TmaLoad, group))
-
-    @cute.jit
-    def _next_tile(self, queue, turn, warp, rank):
-        """Return this block's tile of the cluster's ``turn``-th unit."""
-        return row_tile(self.queue.read(queue, turn, warp), rank, self.column_tiles, self.tile.rows)
-
-    @cute.jit
-    def _post_ahead(self, queue, cursor, number, turn, k):
-        """Post and claim what is due at stage ``k`` of the ``turn``-th unit, in this order: a post uses the last claim.
-
-        Returns the cursor and the number of the warp that posts.
-        """
-        if k == self.ahead.post_at:
-            cursor = self.queue.post(queue, cursor, number, turn + self.ahead.posted_units)
-        if k == self.ahead.claim_at:
-            number = self.queue.claim(queue, number)
-        return cursor, number
-
-    def _partition_weights(self, view, sB_box, tile, rank=0, blocks=1):
-        box = (self.tile.columns // self.halves, TILE_DEPTH, *[2] * (self.halves - 1))
-        gB = cute.local_tile(view.tensor, box, (tile.column, None, *[0] * (self.halves - 1), tile.expert))
-        modes = cute.rank(sB_box) - 1
-        sB, gB = cute.group_modes(sB_box, 0, modes), cute.group_modes(gB, 0, modes)
-        return cpasync.tma_partition(view.atom, rank, cute.make_layout(blocks), sB, gB)
-
-    @cute.jit
-    def _issue_weights(self, operands, shared, tile, k, stage, barrier, rank):
-        """Announce a stage's bytes and load its weights: half of them for both blocks, or if alone all."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tma_bytes)
-        if tile.is_alone:
-            dst, src = self._partition_weights(operands.weights_alone, shared.B_box, tile)
-            cute.copy(operands.weights_alone.atom, src[None, k], dst[None, stage], tma_bar_ptr=barrier)
-        else:
-            dst, src = self._partition_weights(operands.weights, shared.B_box, tile, rank, CLUSTER)
-            both = Int32((1 << CLUSTER) - 1)
-            cute.copy(operands.weights.atom, src[None, k], dst[None, stage], tma_bar_ptr=barrier, mcast_mask=both)
-
-    def _partition_rows(self, operands, shared, tile):
-        column, row, wrap, end = load_origin(tile.first_row, tile.end_row, self.contraction)
-        gA = cute.local_tile(
-            cute.domain_offset((row, column, wrap, end), operands.rows.tensor),
-            (self.tile.rows, TILE_DEPTH),
-            (0, None, 0, 0),
-        )
-        return cpasync.tma_partition(
-            operands.rows.atom, 0, cute.make_layout(1), cute.group_modes(shared.A, 0, 2), cute.group_modes(gA, 0, 2)
-        )
-
-    @cute.jit
-    def _load(self, operands, queue, shared, barriers, warp, rank):
-        """Feed the ring by TMA alone. One warp."""
-        stage, phase, turn = Int32(0), Int32(1), Int32(0)
-        cursor, number = self.queue.start_posting(queue, warp, rank)
-        tile = self._next_tile(queue, turn, warp, rank)
-        while tile.expert >= 0:
-            dst, src = self._partition_rows(operands, shared, tile)
-            for k in cutlass.range(self.k_tiles, unroll=1):
-                barriers.empty.wait(stage, phase)
-                barrier = barriers.full.get_barrier(stage)
-                self._issue_weights(operands, shared, tile, k, stage, barrier, rank)
-                cute.copy(operands.rows.atom, src[None, k], dst[None, stage], tma_bar_ptr=barrier)
-                if rank == 0:
-                    cursor, number = self._post_ahead(queue, cursor, number, turn, k)
-                stage, phase = advance(stage, phase, self.tile.stages)
-            turn += 1
-            tile = self._next_tile(queue, turn, warp, rank)
-        self.queue.end(queue, cursor, number, turn, warp, rank)
-
-    @cute.jit
-    def _gather(self, operands, queue, shared, barriers, tidx, warp, rank):
-        """Feed the ring, all four warps copying rows that ``token_R`` names."""
-        cache = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
-        atom = cute.make_copy_atom(cache, self.dtype, num_bits_per_copy=128)
-        threads = cute.make_ordered_layout((_ROWS_PER_PASS, TILE_DEPTH // _CHUNK), order=(1, 0))
-        copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, _CHUNK)))
-        tAsA = copy.get_slice(tidx).partition_D(shared.A)  # ((8, 1), passes, 1, stages)
-        passes = self.tile.rows // _ROWS_PER_PASS
-        tokens = cute.make_rmem_tensor((passes,), Int32)
-        tokens_next = cute.make_rmem_tensor((passes,), Int32)
-        first_column = (tidx % (TILE_DEPTH // _CHUNK)) * _CHUNK
-        base = operands.rows.tensor.iterator + cute.assume(first_column, divby=_CHUNK)
-        posts = warp == 0 and rank == 0
-        stage, phase, turn = Int32(0), Int32(1), Int32(0)
-        cursor, number = self.queue.start_posting(queue, warp, rank)
-        tile = self._next_tile(queue, turn, warp, rank)
-        self._read_indices(operands.token_R, tile, tidx, tokens_next)
-        while tile.expert >= 0:
-            for i in cutlass.range_constexpr(passes):
-                tokens[i] = tokens_next[i]
-            upcoming = tile
-            for k in cutlass.range(self.k_tiles, unroll=1):
-                barriers.empty.wait(stage, phase)
-                if warp == 0:
-                    barrier = barriers.full.get_barrier(stage)
-                    self._issue_weights(operands, shared, tile, k, stage, barrier, rank)
-                for i in cutlass.range_constexpr(passes):
-                    self._copy_chunk(atom, base, tokens[i], k, first_column, tAsA[None, i, 0, stage])
-                barriers.full.arrive(stage, None)
-                if posts:
-                    cursor, number = self._post_ahead(queue, cursor, number, turn, k)
-                if k == self.ahead.read_at:
-                    upcoming = self._next_tile(queue, turn + 1, warp, rank)
-                    self._read_indices(operands.token_R, upcoming, tidx, tokens_next)
-                stage, phase = advance(stage, phase, self.tile.stages)
-            turn += 1
-            tile = upcoming
-        self.queue.end(queue, cursor, number, turn, warp, rank)
-
-    @cute.jit
-    def _copy_chunk(self, atom, base, token, k, column, dst):
-        """Copy 16 bytes of a token's row, or write zeros: for a row past the expert's end, or past the contraction's.
-
-        Zeros cost neither a read nor, in the tensor cores, the power that repeating a row would.
-        """
-        inside = cute.make_rmem_tensor((1,), cutlass.Boolean)
-        inside[0] = token >= 0
-        if const_expr(self.contraction % TILE_DEPTH != 0):
-            inside[0] = token >= 0 and column + k * TILE_DEPTH < self.contraction
-        offset = Int64(cutlass.max(token, 0)) * self.contraction + k * TILE_DEPTH
-        chunk = cute.make_tensor(base + cute.assume(offset, divby=_CHUNK), cute.make_layout(((_CHUNK, 1),)))
-        cute.copy(atom, chunk, dst, pred=inside)
-
-    @cute.jit
-    def _read_indices(self, token_R, tile, tidx, tokens):
-        """Read the tokens of this thread's rows, -1 for rows past the expert's end."""
-        if tile.expert >= 0:
-            for i in cutlass.range_constexpr(self.tile.rows // _ROWS_PER_PASS):
-                row = tile.first_row + tidx // (TILE_DEPTH // _CHUNK) + _ROWS_PER_PASS * i
-                tokens[i] = token_R[row] if row < tile.end_row else Int32(-1)
 
     @cute.jit
     def _consume(self, queue, views, shared, sStore, sLoad, mma, barriers, tidx, warp, group, rank):
@@ -446,7 +281,7 @@ class GroupedGemm:
             if consumer == 1:  # before it asks for its own tile, which may be posted only while the other multiplies
                 cute.arch.barrier_arrive(barrier_id=_TURN, number_of_threads=2 * _WARPGROUP)
                 self.epilogue.give_turn(consumer)
-        tile = self._next_tile(queue, turn, warp, rank)
+        tile = self.loader.next_tile(queue, turn, warp, rank)
         if const_expr(tile_config.ping_pong):
             if consumer == 1:
                 stage, phase, turn, tile = self._pass_over(queue, tile, turn, stage, phase, warp, rank)
@@ -468,7 +303,7 @@ class GroupedGemm:
             if has_rows:
                 self.epilogue.finish_tile(state, acc, first_row, tile.end_row, tile.column)
             turn += 1
-            tile = self._next_tile(queue, turn, warp, rank)
+            tile = self.loader.next_tile(queue, turn, warp, rank)
             if const_expr(tile_config.ping_pong):
                 stage, phase, turn, tile = self._pass_over(queue, tile, turn, stage, phase, warp, rank)
         self.epilogue.end(state)
@@ -480,7 +315,7 @@ class GroupedGemm:
         tile = others
         if others.expert >= 0:  # else it says that nothing follows, and is the last to be read
             turn += 1
-            tile = self._next_tile(queue, turn, warp, rank)
+            tile = self.loader.next_tile(queue, turn, warp, rank)
         return stage, phase, turn, tile
 
     def _products(self, shared, consumer, acc, columns):
