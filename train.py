@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from moe_kernels import KernelUnavailable
 from training.config import RunConfig, register_schemas
+from training.run_folder import folder_of
 from training.sinks import StartError
 from training.trainer import Trainer
 from training.world import open_world
@@ -55,12 +56,18 @@ def run(values: DictConfig) -> int:
         level = logging.INFO if world.is_first else logging.ERROR
         logging.basicConfig(level=level, format="%(levelname).1s %(name)s: %(message)s", stream=sys.stdout)
         trainer = Trainer(config, world)
-    except (ValueError, OSError, KernelUnavailable) as problem:
+    except (ValueError, KernelUnavailable) as problem:
         return _refuse(problem)
+    except OSError as problem:
+        return _refuse(f"the run in {folder_of(config).path} cannot start: {problem}")
     try:
         exit_code = trainer.fit()
-    except (StartError, OSError) as problem:  # a disk without room, above all
+    except StartError as problem:
         return _refuse(problem)
+    except FloatingPointError as problem:
+        return _refuse(f"{problem}. {trainer.way_around()}")
+    except OSError as problem:  # a disk without room, above all
+        return _refuse(f"the run in {trainer.folder.path} stops: {problem}")
     world.leave(exit_code)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.steps import Steps, compose_run
+from benchmarks.steps import Steps, compose_run, leaving_with_a_message
 from benchmarks.train_step import SHAPES
 from training.config import DeviceName
 from training.world import World, open_world
@@ -109,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; 0 if the backends are close enough, else 1."""
     arguments = build_parser().parse_args(argv)
     world = open_world(DeviceName.auto)
-    result = compare(arguments, world)
+    with leaving_with_a_message():
+        result = compare(arguments, world)
     print(
         f"{arguments.backend} and {arguments.against}: {result['backends_nats']:.5f} nats apart; "
         f"fp32 seeds up to {result['largest_of_seeds_nats']:.5f}: {'holds' if result['holds'] else 'DOES NOT HOLD'}"

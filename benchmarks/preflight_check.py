@@ -117,6 +117,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--alone", action="store_true", help="measure one case in this process and print its JSON")
     options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            "error: torch finds no CUDA device to compare with; python -m launch.preflight predicts without one"
+        )
     if options.alone:
         print(json.dumps(measure(options.cases, options.backends)), flush=True)
         return 0

@@ -6,18 +6,21 @@ What train_step.py times and loss_parity.py compares.
 import gc
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.tensor import DTensor
 
 from data.batch import Batch
 from data.loader import open_prepared
 from data.prefetch import prefetch
 from model.decoder import Decoder
+from moe_kernels import KernelUnavailable
 from training.build import build_model, check_division, choose_kernels
 from training.config import RunConfig, register_schemas
 from training.environment import fix_numerics
@@ -36,6 +39,15 @@ def compose_run(*overrides: str) -> RunConfig:
         config = OmegaConf.to_object(compose("train", overrides=list(overrides)))
     assert isinstance(config, RunConfig)
     return config
+
+
+@contextmanager
+def leaving_with_a_message() -> Iterator[None]:
+    """End the process with one line, not a trace, if the body meets what this machine or configuration cannot do."""
+    try:
+        yield
+    except (ValueError, OSError, KernelUnavailable, FloatingPointError, OmegaConfBaseException, HydraException) as why:
+        raise SystemExit(f"error: {why}") from why
 
 
 class RandomRows:

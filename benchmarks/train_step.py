@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from datetime import date
 from itertools import product
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.steps import Steps, compose_run
+from benchmarks.steps import Steps, compose_run, leaving_with_a_message
 from model.counting import count_parameters, flops_per_token
 from training.breakdown import Sizes
 from training.compilations import count_compilations
@@ -129,16 +130,18 @@ def _split(steps: Steps, traces: Path | None) -> dict[str, Any] | None:
     """Return where the time of a step goes in the first process, from a profile; None in the others."""
     world, moe = steps.world, steps.config.model.moe
     recording = Recording(world.device) if world.is_first else None
-    if recording is not None:
-        recording.warm()
-    steps.take()
-    if recording is not None:
-        recording.begin()
-    for _ in range(PROFILED_STEPS):
+    with nullcontext() if recording is None else closing(recording):
+        if recording is not None:
+            recording.warm()
         steps.take()
+        if recording is not None:
+            recording.begin()
+        for _ in range(PROFILED_STEPS):
+            steps.take()
+        if recording is not None:
+            recording.end()
     if recording is None:
         return None
-    recording.end()
     sizes = Sizes(num_experts=moe.num_experts, vocab_size=steps.config.model.vocab_size)
     with tempfile.TemporaryDirectory() as scratch:
         name = f"{steps.config.model.num_layers}x{steps.config.model.width}_{moe.routing.train.name}"
@@ -202,6 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     if arguments.warm_up < 1 or not 1 <= arguments.window <= arguments.steps:
         raise SystemExit("--warm-up must be at least 1, and --window lie between 1 and --steps")
+    if unknown := set(arguments.shapes.split(",")) - set(SHAPES):
+        raise SystemExit(f"--shapes knows {', '.join(SHAPES)}, not {', '.join(sorted(unknown))}")
     world = open_world(DeviceName.auto)
     is_cuda = world.device.type == "cuda"
     record: dict[str, Any] = {
@@ -214,7 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     lists = (arguments.shapes, arguments.routing, arguments.backends, arguments.checkpointing)
     for names in product(*(names.split(",") for names in lists)):
-        row = _row(arguments, Choice(*names), world)
+        with leaving_with_a_message():
+            row = _row(arguments, Choice(*names), world)
         if world.is_first:
             record["rows"].append(row)
             print(describe(row), flush=True)

@@ -1,16 +1,28 @@
 """train.py as a user starts it: in a process of its own, with what a tired user types wrong."""
 
+import errno
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 
 from checkpoint.metrics import read_metrics
+from training.config import RunConfig
+from training.sinks import JsonlSink
 
 ROOT = Path(__file__).parent.parent
+SMALL = (
+    *("debug=cpu_smoke", "model.vocab_size=512", "model.width=32", "model.num_layers=1", "model.attention.num_heads=1"),
+    *("model.attention.num_kv_heads=1", "data.sequence_length=512", "model.moe.routing.tile_m=64"),
+    *("train.micro_batch_sequences=4", "train.global_batch_sequences=8", "train.num_threads=1"),
+)
 
 
 def train(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -55,6 +67,41 @@ def test_a_run_root_that_is_a_file_stops_with_one_line(prepared_root: Path, tmp_
     assert result.returncode != 0
     assert result.stderr.startswith("error: ")
     assert "Traceback" not in result.stderr
+
+
+def test_a_gradient_that_is_not_finite_while_steps_are_recorded_ends_in_a_message(
+    prepared_root: Path, tmp_path: Path
+) -> None:
+    result = train(
+        *(*SMALL, f"data.root={prepared_root}", f"run.root={tmp_path}", "checkpoint.every_steps=0"),
+        *("optim.lr=1e10", "optim.warmup_fraction=0", "train.num_steps=40", "logging.every_steps=10"),
+        *("profile=true", "profiler.skip_steps=0", "profiler.num_steps=20"),
+    )
+    assert result.returncode == 1, result.stderr
+    assert "the gradient norm is nan" in result.stderr
+    assert "optim.lr" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_full_disk_is_told_with_the_runs_folder(
+    small_run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from train import run
+
+    def disk_is_full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    config = small_run()
+    for place, verb in ((JsonlSink, "stops"), (Path, "cannot start")):
+        monkeypatch.setattr(place, "write" if place is JsonlSink else "write_text", disk_is_full)
+        config.run.name = verb.split()[-1]
+        try:
+            assert run(OmegaConf.structured(config)) == 1
+        finally:
+            torch.distributed.destroy_process_group()
+            monkeypatch.undo()
+        folder = Path(config.run.root) / config.run.name
+        assert capfd.readouterr().err == f"error: the run in {folder} {verb}: [Errno 28] No space left on device\n"
 
 
 def test_cfg_job_prints_the_configuration_and_writes_nothing(tmp_path: Path) -> None:
@@ -106,13 +153,6 @@ def test_train_runs_from_any_folder(prepared_root: Path, tmp_path: Path) -> None
     )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "here" / "cpu_smoke" / "config.yaml").exists()
-
-
-SMALL = (
-    *("debug=cpu_smoke", "model.vocab_size=512", "model.width=32", "model.num_layers=1", "model.attention.num_heads=1"),
-    *("model.attention.num_kv_heads=1", "data.sequence_length=512", "model.moe.routing.tile_m=64"),
-    *("train.micro_batch_sequences=4", "train.global_batch_sequences=8", "train.num_threads=1"),
-)
 
 
 def test_a_run_goes_on_with_other_numbers_of_processes_across_an_epochs_end(

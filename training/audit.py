@@ -12,6 +12,22 @@ ROOT = Path(__file__).parent.parent
 CODE_FOLDERS = ("checkpoint", "data", "model", "moe_kernels", "training")
 
 
+def check_weights(model: nn.Module, step: int) -> None:
+    """Check that every parameter holds finite numbers after step ``step``.
+
+    A gradient can be finite and the step along it not. Every process calls it, and all see the same. The host waits for
+    the device, so this is for saves and not for every step.
+
+    Raises: FloatingPointError naming the step and the parameters that fail.
+    """
+    broken = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
+    if broken:
+        others = f" and {len(broken) - 3} others" if len(broken) > 3 else ""
+        raise FloatingPointError(
+            f"after step {step} the weights {', '.join(broken[:3])}{others} are not finite; they are not saved"
+        )
+
+
 def audit_first_step(model: nn.Module, optimizer: Optimizer) -> None:
     """Check that every parameter got a gradient and moved, and that every buffer holds finite numbers.
 
@@ -36,10 +52,19 @@ def _moved(optimizer: Optimizer, parameter: Tensor) -> bool:
         return True
     if parameter.grad is None or not optimizer.state.get(parameter):
         return False
-    largest = parameter.grad.abs().max()
-    if isinstance(largest, DTensor):
-        largest = largest.full_tensor()
+    largest = _largest(parameter.grad)
     return bool(torch.isfinite(largest)) and float(largest) > 0
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(_largest(tensor)))
+
+
+@torch.no_grad()
+def _largest(tensor: Tensor) -> Tensor:
+    """Return the largest absolute value, NaN where there is one, over all processes."""
+    largest = tensor.abs().max()
+    return largest.full_tensor() if isinstance(largest, DTensor) else largest
 
 
 def code_fingerprint() -> str:

@@ -57,6 +57,5 @@ def _check(pending: _Pending | None) -> None:
     if not isfinite(grad_norm):
         raise FloatingPointError(
             f"in step {pending.step} the gradient norm is {grad_norm} (cross-entropy {ce:.4f} over {int(num_valid)} "
-            "valid tokens); the step was skipped and nothing is saved after it. Lower optim.lr or "
-            "train.max_grad_norm, or resume from an earlier checkpoint"
+            "valid tokens); the step was skipped and nothing is saved after it"
         )

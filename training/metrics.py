@@ -24,7 +24,8 @@
 | eval/held_out/ce_{top_k,train_routing} | held-out nats per token under either routing |
 | eval/held_out/routing_gap | the training routing's minus top-K's |
 
-(1) Without evaluation, saves and the first line after a start. (2) From top-K counts, before rounding.
+(1) Without evaluation, saves, what profile=true writes, and the first line after a start.
+(2) From top-K counts, before rounding.
 (3) On CUDA by the device's clock: data is what it waited for a batch, log what it waited for a line.
 (4) They rise in the first step and in the first evaluation, and then no more.
 """

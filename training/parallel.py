@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from model.decoder import Decoder
 from model.moe import MoE
+from training.compilations import require_compiler
 from training.config import ActivationCheckpointing, ParallelConfig, Precision
 from training.world import World
 
@@ -99,6 +100,7 @@ def _write_shard(parameter: Tensor, value: Tensor) -> None:
 def _rewrite_blocks(model: Decoder, world: World, config: ParallelConfig) -> None:
     checkpoint_activations(model, config.activation_checkpointing)
     if compiles(config, world.device):
+        require_compiler(world.device)
         compile_blocks(model)
 
 

@@ -24,7 +24,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
+from checkpoint.store import CONFIG, latest_checkpoint
 from data.loader import PreparedData
 from training.config import RunConfig
 from training.sinks import StartError
@@ -33,6 +35,8 @@ log = logging.getLogger(__name__)
 
 # What a process may change when it goes on with a run: where it lives, how often it reports, where it logs.
 FREE_SECTIONS = ("run", "parallel", "logging", "evaluation", "checkpoint", "profile", "profiler")
+
+_ANEW = "and else start another run from its weights, with train.init_from=... and a run.name of its own"
 
 
 @dataclass(frozen=True)
@@ -104,40 +108,73 @@ def config_values(config: RunConfig) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-def open_run(config: RunConfig, data: PreparedData) -> RunFolder:
-    """Return the run's folder: made now, or found with the same configuration and the same data.
+def folder_of(config: RunConfig) -> RunFolder:
+    """Return the paths of the run that ``config`` names, whether it is there or not."""
+    return RunFolder(Path(config.run.root) / config.run.name)
 
-    Raises: ValueError with every difference if a run of that name has another configuration or other data.
+
+def find_run(config: RunConfig, data: PreparedData) -> RunFolder:
+    """Return the run's folder, which is not there yet or holds this configuration and this data; nothing is written.
+
+    Raises: ValueError with every difference if a run of that name has another configuration or other data, or with the
+    file that cannot tell.
     """
-    folder = RunFolder(Path(config.run.root) / config.run.name)
-    values = config_values(config)
-    manifests = [asdict(source.manifest) for source in data.sources]
+    folder = folder_of(config)
     if folder.config.exists():
-        _refuse_other_run(folder, values, manifests)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    if not folder.tokenizer.exists():
-        partial = folder.path / "tokenizer.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(data.tokenizer_folder, partial)
-        partial.rename(folder.tokenizer)
-    _write(folder.data, json.dumps(manifests, indent=2) + "\n")
-    # Last: a folder with a config.yaml is a run.
-    _write(folder.config, OmegaConf.to_yaml(values))
+        _refuse_other_run(folder, config_values(config), _manifests(data))
+    elif folder.metrics.exists() or any(folder.checkpoints.glob("step_*")):
+        raise ValueError(f"{folder.path} holds a run but no {folder.config.name}: {_how_to_mend(folder)}")
     return folder
 
 
+def open_run(config: RunConfig, data: PreparedData) -> RunFolder:
+    """Return the run's folder: made now, or found with the same configuration and the same data.
+
+    Raises: ValueError as ``find_run`` does, StartError if another process trains it, OSError if it cannot be written.
+    """
+    folder = find_run(config, data)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    with sole_trainer(folder, is_first=True):
+        # Before anything is written: on a full disk it is they that fill it.
+        folder.remove_unfinished_saves()
+        if not folder.tokenizer.exists():
+            partial = folder.path / "tokenizer.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            try:
+                shutil.copytree(data.tokenizer_folder, partial)
+            except shutil.Error as problem:  # a list of (source, copy, why)
+                raise OSError(f"the tokenizer cannot be copied into the run: {problem.args[0][0][2]}") from problem
+            partial.rename(folder.tokenizer)
+        _write(folder.data, json.dumps(_manifests(data), indent=2) + "\n")
+        # Last: a folder with a config.yaml is a run.
+        _write(folder.config, OmegaConf.to_yaml(config_values(config)))
+    return folder
+
+
+def _manifests(data: PreparedData) -> list[dict[str, Any]]:
+    return [asdict(source.manifest) for source in data.sources]
+
+
+def _how_to_mend(folder: RunFolder) -> str:
+    """Say what to do about a config.yaml that is missing or damaged; a checkpoint's configuration is the same one."""
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    another = "give this run another name with run.name=..."
+    if checkpoint is None:
+        return another
+    return f"put it back with `cp {checkpoint / CONFIG} {folder.config}`, or {another}"
+
+
 def _refuse_other_run(folder: RunFolder, values: dict[str, Any], manifests: list[dict[str, Any]]) -> None:
-    recorded = _recorded_values(folder.config)
+    recorded = _recorded_values(folder)
     differences = [
         f"  {key}: {before!r} in the run, {now!r} now"
         for key, before, now in differing_values(recorded, values)
         if key.split(".")[0] not in FREE_SECTIONS and key != "data.root"
     ]
-    recorded_manifests = json.loads(folder.data.read_text(encoding="utf-8"))
     # Where the files lie and which command wrote them may differ; their bytes may not.
     differences += [
         f"  prepared data, {key}: {before!r} in the run, {now!r} now"
-        for key, before, now in differing_values(_files(recorded_manifests), _files(manifests))
+        for key, before, now in differing_values(_recorded_files(folder.data), _files(manifests))
     ]
     if differences:
         raise ValueError(
@@ -146,15 +183,32 @@ def _refuse_other_run(folder: RunFolder, values: dict[str, Any], manifests: list
         )
 
 
-def _recorded_values(path: Path) -> dict[str, Any]:
+def _recorded_values(folder: RunFolder) -> dict[str, Any]:
     """Return the values of a run's config.yaml, with today's defaults for keys that are younger than the run."""
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path))
+        loaded = OmegaConf.create(folder.config.read_text(encoding="utf-8"))
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), loaded)
+    except (YAMLError, UnicodeDecodeError) as problem:
+        raise ValueError(f"{folder.config} is damaged, {_how_to_mend(folder)}: {problem}") from problem
     except OmegaConfBaseException as problem:
-        raise ValueError(f"{path} is not a configuration of this version: {problem}") from problem
+        raise ValueError(f"{folder.config} is not a configuration of this version: {problem}") from problem
     values = OmegaConf.to_container(merged, enum_to_str=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
+
+
+def _recorded_files(path: Path) -> dict[str, Any]:
+    try:
+        return _files(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as problem:
+        raise ValueError(f"{path} is missing, so nothing says what the run was trained on: put it back, {_ANEW}") from (
+            problem
+        )
+    except (ValueError, LookupError, TypeError) as problem:
+        raise ValueError(
+            f"{path} is damaged, it must hold the manifests of the run's data ({problem}): put it back, or remove it, "
+            f"{_ANEW}"
+        ) from problem
 
 
 def _files(manifests: list[dict[str, Any]]) -> dict[str, Any]:
@@ -183,6 +237,9 @@ def check_vocabulary(config: RunConfig, data: PreparedData) -> None:
 
 
 def _write(path: Path, text: str) -> None:
+    # A run that goes on as it is needs no room for this.
+    if path.exists() and path.read_bytes() == text.encode():
+        return
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

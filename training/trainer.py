@@ -16,7 +16,7 @@ from checkpoint.state import TrainState
 from checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
 from data.loader import open_prepared
 from data.prefetch import prefetch
-from training.audit import audit_first_step, code_fingerprint
+from training.audit import audit_first_step, check_weights, code_fingerprint
 from training.breakdown import DATA
 from training.build import build_model, check_division, choose_kernels
 from training.clock import clock_of
@@ -28,7 +28,7 @@ from training.guard import StepGuard
 from training.metrics import Stopwatch
 from training.optim import build_optimizer, learning_rate, set_learning_rate
 from training.profiling import StepProfiler
-from training.run_folder import RunFolder, check_vocabulary, config_values, open_run, sole_trainer
+from training.run_folder import RunFolder, check_vocabulary, config_values, find_run, open_run, sole_trainer
 from training.sinks import ConsoleSink, JsonlSink, Sink, Sinks, StartError, WandbSink, import_wandb, new_wandb_id
 from training.step import MicroBatch, StepInput, StepResult, train_step
 from training.world import World
@@ -45,7 +45,7 @@ class Trainer:
     def __init__(self, config: RunConfig, world: World) -> None:
         """Open the data and the run folder, build the model, and resume from the newest complete checkpoint.
 
-        Raises: ValueError or KernelUnavailable, before anything is built or overwritten, naming the knob to turn.
+        Raises: ValueError or KernelUnavailable, before anything is written, naming the knob to turn.
         """
         self.config = config
         self.world = world
@@ -70,10 +70,12 @@ class Trainer:
             backend=kernels.backend.name,
             attention=kernels.attention.value,
         )
-        self.folder: RunFolder = world.first(lambda: open_run(config, self.data))
+        self.folder: RunFolder = world.first(lambda: find_run(config, self.data))
         self.model = build_model(config, kernels, world)
         self.optimizer = build_optimizer(self.model, config.optim)
         self.state = self._resume()
+        # Only now: a start that is refused must not leave a run of its name behind.
+        world.first(lambda: open_run(config, self.data))
         counts = self.state.top_k_counts
         self._previous_count_LE = None if counts is None else torch.tensor(counts, device=world.device)
         self._micro_batches = self._deal()
@@ -126,9 +128,19 @@ class Trainer:
             )
             return EXIT_DONE
         with sole_trainer(self.folder, is_first=self.world.is_first):
-            if self.world.is_first:
-                self.folder.remove_unfinished_saves()
             return self._train(last_step, owes_evaluation=owes_evaluation)
+
+    def way_around(self) -> str:
+        """Say how to go on after a FloatingPointError: this run would come to the same numbers again."""
+        if latest_checkpoint(self.folder.checkpoints) is None:
+            return (
+                "Nothing was saved yet: start again with another run.name and a lower optim.lr or train.max_grad_norm"
+            )
+        return (
+            "Start another run from its newest checkpoint: "
+            f"run.name=NEW train.init_from={self.folder.path} and a lower optim.lr (here {self.config.optim.lr:g}) "
+            f"or train.max_grad_norm ({self.config.train.max_grad_norm:g})"
+        )
 
     def _has_final_evaluation(self) -> bool:
         """Say whether the last step's held-out losses were logged: a signal may have come before them."""
@@ -149,7 +161,7 @@ class Trainer:
             objects_seen_again(),
             Sinks(own_sinks) as sinks,
             closing(self._micro_batches),
-            StepProfiler(self.config, self.world, self.folder.profile) as profiler,
+            StepProfiler(self.config, self.world, self.folder.profile, step=first_step) as profiler,
         ):
             self._stopwatch.lap("start")
             is_stopping = self._evaluate(sinks, stop) if owes_evaluation else False
@@ -157,7 +169,9 @@ class Trainer:
                 result = self._step()
                 if self.state.step == first_step + 1:
                     hide_objects()
-                profiler.step(self.state.step)
+                if self.config.profile:
+                    profiler.step(self.state.step)
+                    self._stopwatch.lap("profile")
                 is_stopping = self.world.any(bool(stop))
                 is_last = self.state.step == last_step or is_stopping
                 if is_last or self.state.step % self.config.logging.every_steps == 0:
@@ -220,8 +234,9 @@ class Trainer:
         self._guard.watch(self.state.step + 1, result)
         if self.state.step == 0:
             self._guard.settle()
+            check_weights(self.model, step=1)
             audit_first_step(self.model, self.optimizer)
-            log.info("first step: every parameter got a gradient and moved, every buffer is finite")
+            log.info("first step: every parameter got a gradient, moved and is finite, and so is every buffer")
         self._previous_count_LE = result.load.top_k_count_LE
         tokens = num_sequences * self.config.data.sequence_length
         self.state.step += 1
@@ -262,6 +277,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._guard.settle()
+        check_weights(self.model, self.state.step)
         assert self._previous_count_LE is not None
         self.state.top_k_counts = self._previous_count_LE.tolist()
         path = save_checkpoint(

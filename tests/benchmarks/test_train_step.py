@@ -58,9 +58,32 @@ def test_random_tokens_are_used_only_when_said(tmp_path: Path) -> None:
     (row,) = rows_of(tmp_path / "out.json", *options, "--random-tokens")
     assert row["text"] == "random tokens"
     assert "time" not in row
-    with pytest.raises(ValueError, match=r"data\.root=.*nowhere"):
+    with pytest.raises(SystemExit, match=r"^error: data\.root=.*nowhere"):
         main([*TINY, *options, "--data", str(tmp_path / "nowhere"), "--set", *SMALLER])
     torch.distributed.destroy_process_group()
+
+
+def test_what_cannot_run_here_ends_in_a_message() -> None:
+    with pytest.raises(SystemExit, match=r"^error: no MoE backend for kernels\.backend=cute_sm90"):
+        main([*TINY, "--random-tokens", "--set", *SMALLER])  # in fp32, which it has on no machine
+    torch.distributed.destroy_process_group()
+    with pytest.raises(SystemExit, match=r"--shapes knows .*tiny, not huge"):
+        main(["--shapes", "tiny,huge"])
+
+
+def test_no_recorder_is_left_open_when_a_recorded_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Steps.take
+
+    def fail_while_recorded(steps: Steps) -> Any:
+        if torch.autograd._profiler_enabled():
+            raise FloatingPointError("step 4")
+        return take(steps)
+
+    monkeypatch.setattr(Steps, "take", fail_while_recorded)
+    with pytest.raises(SystemExit, match="error: step 4"):
+        main([*TINY, "--random-tokens", "--backends", "portable", "--routing", "top_k", "--set", *SMALLER])
+    torch.distributed.destroy_process_group()
+    assert not torch.autograd._profiler_enabled()
 
 
 def test_options_reach_the_configuration() -> None:

@@ -1,7 +1,9 @@
 """The table of a step's time: its rows sum to the step whatever overlaps, and kernels land in their rows."""
 
+import errno
 import gzip
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+import training.profiling
+from tests.training.test_trainer import logged
 from training.breakdown import (
     COMMUNICATION,
     DATA,
@@ -20,7 +24,7 @@ from training.breakdown import (
     break_down,
 )
 from training.config import DeviceName, RunConfig
-from training.trainer import Trainer
+from training.trainer import EXIT_DONE, Trainer
 from training.world import World, open_world
 
 SIZES = Sizes(num_experts=64, vocab_size=50304)
@@ -188,14 +192,18 @@ def test_the_text_has_every_row_and_the_sum() -> None:
     assert "100.0%" in lines[4]
 
 
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
+PROFILED = (
+    *("profile=true", "profiler.skip_steps=1", "profiler.num_steps=2", "evaluation.max_sequences=8"),
+    *("model.num_layers=1", "train.global_batch_sequences=8", "train.num_steps=4", "checkpoint.every_steps=0"),
+)
+
+
 def test_profile_true_leaves_trace_and_table_of_the_steps_named(
     small_run: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = small_run(
-        *("profile=true", "profiler.skip_steps=1", "profiler.num_steps=2", "evaluation.max_sequences=8"),
-        *("model.num_layers=1", "train.global_batch_sequences=8", "train.num_steps=4"),
-    )
-    trainer = Trainer(config, World(rank=0, size=1, device=torch.device("cpu")))
+    config = small_run(*PROFILED)
+    trainer = Trainer(config, ALONE)
     with caplog.at_level("INFO"):
         trainer.fit()
     folder = Path(config.run.root) / config.run.name / "profile"
@@ -213,10 +221,73 @@ def test_profile_true_leaves_trace_and_table_of_the_steps_named(
     assert trace.count('"train/clip"') == 3  # the step to warm up in, and the two
 
 
+def test_no_evaluation_and_no_save_is_recorded(small_run: Callable[..., RunConfig]) -> None:
+    config = small_run(*PROFILED, "profiler.skip_steps=3", "train.num_steps=10", "evaluation.every_steps=5")
+    trainer = Trainer(config, ALONE)
+    trainer.fit()
+    # Steps 5 to 6, which skip_steps asks for, have an evaluation between them, and one just before them would be in
+    # the trace.
+    (trace,) = trainer.folder.profile.glob("*.trace.json.gz")
+    assert trace.name == "steps_00000008_to_00000009.trace.json.gz"
+    text = gzip.decompress(trace.read_bytes()).decode()
+    assert text.count('"train/clip"') == text.count('"aten::_log_softmax"') == 3  # one forward a step
+
+
+def test_a_profile_that_cannot_be_written_warns_and_leaves_no_part_of_it(
+    small_run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write_half(_: Any, path: str) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", write_half)
+    trainer = Trainer(small_run(*PROFILED), ALONE)
+    assert trainer.fit() == EXIT_DONE
+    assert trainer.state.step == 4
+    assert list(trainer.folder.profile.iterdir()) == []
+    assert f"the profile cannot be written to {trainer.folder.profile}" in caplog.text
+    assert "No space left on device" in caplog.text
+
+
+def test_what_writes_the_profile_is_not_in_the_time_of_a_step(
+    small_run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_trace = training.profiling.read_trace
+
+    def read_slowly(path: Path) -> Any:
+        time.sleep(1)
+        return read_trace(path)
+
+    monkeypatch.setattr(training.profiling, "read_trace", read_slowly)
+    config = small_run(*PROFILED, "profiler.num_steps=1", "train.num_steps=5")
+    Trainer(config, ALONE).fit()
+    lines = [line for line in logged(config) if "loss/ce" in line]
+    assert len(lines) == 5
+    assert max(line["time/step_s"] for line in lines[1:]) < 0.5
+
+
+def test_what_is_open_when_an_error_ends_the_steps_is_closed(
+    small_run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(small_run(*PROFILED), ALONE)
+    take_step = trainer._step
+
+    def fail_in_step_3() -> Any:
+        if trainer.state.step == 2:
+            assert torch.autograd._profiler_enabled()
+            raise FloatingPointError
+        return take_step()
+
+    monkeypatch.setattr(trainer, "_step", fail_in_step_3)
+    with pytest.raises(FloatingPointError):
+        trainer.fit()
+    assert not torch.autograd._profiler_enabled()
+
+
 def test_a_run_too_short_for_its_profile_says_so(
     small_run: Callable[..., RunConfig], caplog: pytest.LogCaptureFixture
 ) -> None:
-    Trainer(small_run("profile=true"), World(rank=0, size=1, device=torch.device("cpu"))).fit()
+    Trainer(small_run("profile=true", "checkpoint.every_steps=0"), ALONE).fit()
     assert "the run ended before profiler.skip_steps=10" in caplog.text
 
 
@@ -229,7 +300,7 @@ def test_profile_on_a_gpu_splits_the_devices_time_and_leaves_a_memory_snapshot(
     world = open_world(DeviceName.cuda)
     config = small_run(
         *("profile=true", "profiler.skip_steps=1", "profiler.num_steps=2", "train.precision=bf16"),
-        *("parallel.compile=false", "kernels=portable", "evaluation.max_sequences=8"),
+        *("parallel.compile=false", "kernels=portable", "evaluation.max_sequences=8", "checkpoint.every_steps=0"),
     )
     trainer = Trainer(config, world)
     trainer.fit()

@@ -1,6 +1,7 @@
 """A gradient that is not finite: the step changes nothing, and the run stops with the step's number."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -76,11 +77,59 @@ def test_the_guard_raises_a_step_later_and_names_the_step() -> None:
     with torch.no_grad():
         model.norm.weight[0] = float("inf")
     guard.watch(2, step(model, batches(1, sequences=2)))
-    with pytest.raises(FloatingPointError, match=r"in step 2 the gradient norm is nan.*optim\.lr"):
+    with pytest.raises(FloatingPointError, match=r"in step 2 the gradient norm is nan"):
         guard.watch(3, step(model, batches(1, sequences=2)))
     with pytest.raises(FloatingPointError, match="in step 3 the gradient norm"):
         guard.settle()
     guard.settle()
+
+
+def test_the_advice_after_a_gradient_that_is_not_finite_can_be_followed(small_run: Callable[..., RunConfig]) -> None:
+    diverging = ("optim.lr=1e10", "optim.warmup_fraction=0")
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    trainer = Trainer(small_run(*diverging, "checkpoint.every_steps=0"), world)
+    with pytest.raises(FloatingPointError):
+        trainer.fit()
+    assert trainer.way_around().startswith("Nothing was saved yet: start again with another run.name")
+    Trainer(small_run("run.name=second", "run.stop_at_step=1"), world).fit()
+    trainer = Trainer(small_run("run.name=second"), world)
+    advice = re.search(
+        r"run\.name=NEW train\.init_from=\S+ and a lower optim\.lr \(here 0\.003\)", trainer.way_around()
+    )
+    assert advice is not None
+    third = Trainer(small_run(*advice[0].split()[:2], "optim.lr=1e-3"), world)
+    assert third.config.run.name == "NEW"
+    assert_equal(dict(third.model.state_dict()), dict(trainer.model.state_dict()))
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_weights_that_are_not_finite_are_not_saved(small_run: Callable[..., RunConfig], precision: Precision) -> None:
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    if precision is Precision.bf16:
+        world = open_world(DeviceName.cpu)
+    common = (f"train.precision={precision.name}", "checkpoint.every_steps=1")
+    trainer = Trainer(small_run("run.name=first", *common, "optim.lr=1e300", "optim.warmup_fraction=0"), world)
+    with pytest.raises(FloatingPointError, match=r"after step 1 the weights embed\.weight, .* and \d+ others are not"):
+        trainer.fit()
+    assert latest_checkpoint(trainer.folder.checkpoints) is None
+    trainer = Trainer(small_run("run.name=later", *common), world)
+    take_step = trainer._step
+
+    def spoil_after_step_2() -> Any:
+        result = take_step()
+        if trainer.state.step == 2:
+            with torch.no_grad():
+                trainer.model.norm.weight.mul_(float("inf"))
+        return result
+
+    trainer._step = spoil_after_step_2  # type: ignore[method-assign]
+    with pytest.raises(FloatingPointError, match=r"after step 2 the weights norm\.weight are not finite"):
+        trainer.fit()
+    checkpoint = latest_checkpoint(trainer.folder.checkpoints)
+    assert checkpoint is not None
+    assert checkpoint.name == "step_00000001"
+    if precision is Precision.bf16:
+        world.close()
 
 
 def test_a_batch_without_labels_is_refused() -> None:

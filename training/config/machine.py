@@ -127,9 +127,14 @@ class LoggingConfig:
 class ProfilerConfig:
     """Which steps are looked at with ``profile=true``; what is written goes to the run folder's ``profile/``."""
 
-    skip_steps: int = 10  # of this process before the first one looked at: they compile and warm up
+    skip_steps: int = 10  # of this process before, at least: they compile and warm up
     num_steps: int = 3
     memory: bool = True  # a snapshot of the CUDA allocator too, of one step more, for pytorch.org/memory_viz
+
+    @property
+    def num_in_a_row(self) -> int:
+        """Steps that nothing may come between: one to warm up in, those looked at, and the one of the memory."""
+        return 1 + self.num_steps + self.memory
 
     def __post_init__(self) -> None:
         for name, least in (("skip_steps", 0), ("num_steps", 1)):

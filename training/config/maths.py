@@ -5,6 +5,9 @@ from enum import Enum
 from itertools import pairwise
 from math import inf
 
+# More than any machine has; with far more, torch ends the process.
+MAX_THREADS = 1024
+
 
 class BalanceScope(Enum):
     """Over which tokens the load-balancing loss asks for balance; 1 is balanced in each."""
@@ -65,6 +68,8 @@ class TrainConfig:
         for name in ("num_steps", "micro_batch_sequences", "global_batch_sequences", "num_threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1")
+        if self.num_threads > MAX_THREADS:
+            raise ValueError(f"train.num_threads={self.num_threads} must be at most {MAX_THREADS}")
         if not 0 <= self.seed < 2**16:
             raise ValueError(f"train.seed={self.seed} must lie between 0 and 65535")
         for name in ("load_balance_weight", "router_z_weight", "expert_bias_rate"):

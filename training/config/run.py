@@ -46,6 +46,7 @@ class RunConfig:
                 f"model.max_positions={self.model.max_positions}"
             )
         self._check_tiles()
+        self._check_profile()
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -73,6 +74,20 @@ class RunConfig:
                 f"change most of the routing: {self.describe_tiles()}. Raise the micro-batch, lower tile_m, or set "
                 "model.moe.routing.allow_below_one_tile=true"
             )
+
+    def _check_profile(self) -> None:
+        needed = self.profiler.num_in_a_row
+        for name, every in (
+            ("evaluation.every_steps", self.evaluation.every_steps),
+            ("checkpoint.every_steps", self.checkpoint.every_steps),
+        ):
+            # One more: what comes after the last step before them would be recorded too.
+            if self.profile and 0 < every <= needed:
+                raise ValueError(
+                    f"profile=true needs {needed} steps in a row without an evaluation or a save between them, so "
+                    f"{name}={every} must be at least {needed + 1} (or 0), or profiler.num_steps="
+                    f"{self.profiler.num_steps} lower"
+                )
 
     def describe_tiles(self) -> str:
         """Name every knob that decides how many tiles of tokens an expert gets."""
