@@ -17,11 +17,8 @@ from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
 from cutlass.tensor_utils import LayoutEnum
 
 from moe_kernels.cute.common.views import store_origin, stores_end_at_row
+from moe_kernels.cute.sm90.block import SLOTS_TURN, SLOTS_WRITTEN, WARPGROUP
 from moe_kernels.cute.tiles import TileConfig
-
-_WARPGROUP = 128
-_BARRIER = 3  # named barriers 3 and 4, one per consumer warpgroup
-_TURN = 5  # 5 and 6: in ping-pong, a warpgroup's turn with the slots that both use
 
 
 class TmaView(NamedTuple):
@@ -120,7 +117,7 @@ class StoreEpilogue:
     def finish_tile(self, state, acc, first_row, end_row, column):
         """Turn ``acc`` into outputs. Rows from ``end_row`` on, and columns past the last, are not stored."""
         if const_expr(self.tile.epilogues == 1):
-            cute.arch.barrier(barrier_id=_TURN + state.consumer, number_of_threads=2 * _WARPGROUP)
+            cute.arch.barrier(barrier_id=SLOTS_TURN + state.consumer, number_of_threads=2 * WARPGROUP)
         self._store_tile(state, acc, first_row, end_row, column)
         if const_expr(self.tile.epilogues == 1):
             if state.is_store_warp:
@@ -131,7 +128,7 @@ class StoreEpilogue:
     def give_turn(self, consumer):
         """Let the other warpgroup use the slots, if they are shared; the second does so once at the start."""
         if const_expr(self.tile.epilogues == 1):
-            cute.arch.barrier_arrive(barrier_id=_TURN + 1 - consumer, number_of_threads=2 * _WARPGROUP)
+            cute.arch.barrier_arrive(barrier_id=SLOTS_TURN + 1 - consumer, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def _store_tile(self, state, acc, first_row, end_row, column):
@@ -197,7 +194,7 @@ class StoreEpilogue:
 
     @cute.jit
     def _sync(self, state):
-        cute.arch.barrier(barrier_id=_BARRIER + state.consumer, number_of_threads=_WARPGROUP)
+        cute.arch.barrier(barrier_id=SLOTS_WRITTEN + state.consumer, number_of_threads=WARPGROUP)
 
     @cute.jit
     def _store(self, view, slots, slot, where, column, half=None):

@@ -10,7 +10,7 @@ Every expert multiplies its own rows with its own matrix. 384 threads a block, c
 
     full[s]   128 copying threads + 1 for the bytes of TMA, or that 1   -> the consumers of the stage
     empty[s]  every consumer warp of both blocks                        -> the producers of both: weights are multicast
-    named barriers 1, 2: a warpgroup's turn with the tensor cores; 3 to 6: epilogue.py
+    named barriers: block.py
 
 Which tiles a cluster computes it reads from its queue (work_queue.py), into which warp 0 of its first block posts.
 
@@ -39,15 +39,12 @@ from cutlass.tensor_utils import LayoutEnum
 from moe_kernels.cute.common.ring import advance, next_stage, skip
 from moe_kernels.cute.common.scheduler import CLUSTER
 from moe_kernels.cute.common.views import loads_end_at_row
+from moe_kernels.cute.sm90.block import PRODUCTS_TURN, THREADS, WARPGROUP
 from moe_kernels.cute.sm90.epilogue import StoreEpilogue, TmaView
 from moe_kernels.cute.sm90.loader import Barriers, Loader, Operands, SharedTensors
 from moe_kernels.cute.sm90.swiglu_epilogue import SwiGLUBackwardEpilogue, SwiGLUEpilogue
 from moe_kernels.cute.sm90.work_queue import FIELDS, SLOTS
 from moe_kernels.cute.tiles import SHARED_MEMORY_BYTES, TILE_DEPTH, KernelForm, TileConfig
-
-_WARPGROUP = 128
-_THREADS = 3 * _WARPGROUP
-_TURN = 1  # named barriers 1 and 2
 
 
 class Products(NamedTuple):
@@ -145,7 +142,7 @@ class GroupedGemm:
             self.sB_box_layout,
             self.epilogue.store_layout(),
             self.epilogue.load_layout(),
-        ).launch(grid=(CLUSTER, num_clusters, 1), block=(_THREADS, 1, 1), cluster=(CLUSTER, 1, 1), stream=stream)
+        ).launch(grid=(CLUSTER, num_clusters, 1), block=(THREADS, 1, 1), cluster=(CLUSTER, 1, 1), stream=stream)
 
     def _make_layouts(self) -> None:
         tile = self.tile
@@ -218,7 +215,7 @@ class GroupedGemm:
         """Split the block into its roles."""
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.make_warp_uniform(tidx // _WARPGROUP)
+        group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         storage = SmemAllocator().allocate(self.storage)
         shared = SharedTensors(
@@ -231,7 +228,7 @@ class GroupedGemm:
         stages = self.tile.stages
         full_op, full_count = PipelineOp.TmaLoad, 1
         if const_expr(self.gathers):
-            full_op, full_count = PipelineOp.AsyncLoad, _WARPGROUP + 1
+            full_op, full_count = PipelineOp.AsyncLoad, WARPGROUP + 1
         full_group = CooperativeGroup(Agent.Thread, full_count)
         empty_group = CooperativeGroup(Agent.Thread, self.consumer_warps * CLUSTER)
         ring = storage.ring.data_ptr()
@@ -267,7 +264,7 @@ class GroupedGemm:
         """Multiply what the ring brings and hand each tile to the epilogue."""
         tile_config = self.tile
         consumer = group - 1
-        in_group = tidx % _WARPGROUP
+        in_group = tidx % WARPGROUP
         row_offset = Int32(0) if const_expr(tile_config.ping_pong) else consumer * tile_config.warpgroup_rows
         acc_shape = mma.get_slice(in_group).partition_shape_C((tile_config.warpgroup_rows, tile_config.columns))
         acc = cute.make_rmem_tensor(acc_shape, Float32)
@@ -279,7 +276,7 @@ class GroupedGemm:
         state = self.epilogue.start(views, sStore, sLoad, mma, barriers.loaded, in_group, warp, consumer)
         if const_expr(tile_config.ping_pong):
             if consumer == 1:  # before it asks for its own tile, which may be posted only while the other multiplies
-                cute.arch.barrier_arrive(barrier_id=_TURN, number_of_threads=2 * _WARPGROUP)
+                cute.arch.barrier_arrive(barrier_id=PRODUCTS_TURN, number_of_threads=2 * WARPGROUP)
                 self.epilogue.give_turn(consumer)
         tile = self.loader.next_tile(queue, turn, warp, rank)
         if const_expr(tile_config.ping_pong):
@@ -291,7 +288,7 @@ class GroupedGemm:
             if has_rows:
                 self.epilogue.begin_tile(state, first_row, tile.end_row, tile.column)
             if const_expr(tile_config.ping_pong):
-                cute.arch.barrier(barrier_id=_TURN + consumer, number_of_threads=2 * _WARPGROUP)
+                cute.arch.barrier(barrier_id=PRODUCTS_TURN + consumer, number_of_threads=2 * WARPGROUP)
             is_full = first_row + 64 * (blocks - 1) < tile.end_row
             if const_expr(self.last_columns < tile_config.columns):
                 if tile.column < self.column_tiles - 1:
@@ -373,7 +370,7 @@ class GroupedGemm:
                     barriers.empty.arrive(released, lane)
                 released = next_stage(released, stages)
         if const_expr(self.tile.ping_pong):
-            cute.arch.barrier_arrive(barrier_id=_TURN + 1 - consumer, number_of_threads=2 * _WARPGROUP)
+            cute.arch.barrier_arrive(barrier_id=PRODUCTS_TURN + 1 - consumer, number_of_threads=2 * WARPGROUP)
         if const_expr(blocks > 0):
             warpgroup.wait_group(0)
         if lane < CLUSTER:

@@ -15,13 +15,12 @@ from cutlass.pipeline import MbarrierArray
 from moe_kernels.cute.common.ring import advance
 from moe_kernels.cute.common.scheduler import CLUSTER, ExpertByExpert, row_tile
 from moe_kernels.cute.common.views import load_origin
+from moe_kernels.cute.sm90.block import CHUNK, WARPGROUP
 from moe_kernels.cute.sm90.epilogue import TmaView
 from moe_kernels.cute.sm90.work_queue import WorkQueue, lookahead
 from moe_kernels.cute.tiles import ELEMENT_BYTES, TILE_DEPTH, KernelForm, TileConfig
 
-_WARPGROUP = 128
-_CHUNK = 8  # elements of one 16-byte copy
-_ROWS_PER_PASS = _WARPGROUP * _CHUNK // TILE_DEPTH
+_ROWS_PER_PASS = WARPGROUP * CHUNK // TILE_DEPTH
 
 
 class Operands(NamedTuple):
@@ -141,14 +140,14 @@ class Loader:
         """Feed the ring, all four warps copying rows that ``token_R`` names."""
         cache = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
         atom = cute.make_copy_atom(cache, self.dtype, num_bits_per_copy=128)
-        threads = cute.make_ordered_layout((_ROWS_PER_PASS, TILE_DEPTH // _CHUNK), order=(1, 0))
-        copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, _CHUNK)))
+        threads = cute.make_ordered_layout((_ROWS_PER_PASS, TILE_DEPTH // CHUNK), order=(1, 0))
+        copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, CHUNK)))
         tAsA = copy.get_slice(tidx).partition_D(shared.A)  # ((8, 1), passes, 1, stages)
         passes = self.tile.rows // _ROWS_PER_PASS
         tokens = cute.make_rmem_tensor((passes,), Int32)
         tokens_next = cute.make_rmem_tensor((passes,), Int32)
-        first_column = (tidx % (TILE_DEPTH // _CHUNK)) * _CHUNK
-        base = operands.rows.tensor.iterator + cute.assume(first_column, divby=_CHUNK)
+        first_column = (tidx % (TILE_DEPTH // CHUNK)) * CHUNK
+        base = operands.rows.tensor.iterator + cute.assume(first_column, divby=CHUNK)
         posts = warp == 0 and rank == 0
         stage, phase, turn = Int32(0), Int32(1), Int32(0)
         cursor, number = self.queue.start_posting(queue, warp, rank)
@@ -187,7 +186,7 @@ class Loader:
         if const_expr(self.contraction % TILE_DEPTH != 0):
             inside[0] = token >= 0 and column + k * TILE_DEPTH < self.contraction
         offset = Int64(cutlass.max(token, 0)) * self.contraction + k * TILE_DEPTH
-        chunk = cute.make_tensor(base + cute.assume(offset, divby=_CHUNK), cute.make_layout(((_CHUNK, 1),)))
+        chunk = cute.make_tensor(base + cute.assume(offset, divby=CHUNK), cute.make_layout(((CHUNK, 1),)))
         cute.copy(atom, chunk, dst, pred=inside)
 
     @cute.jit
@@ -195,5 +194,5 @@ class Loader:
         """Read the tokens of this thread's rows, -1 for rows past the expert's end."""
         if tile.expert >= 0:
             for i in cutlass.range_constexpr(self.tile.rows // _ROWS_PER_PASS):
-                row = tile.first_row + tidx // (TILE_DEPTH // _CHUNK) + _ROWS_PER_PASS * i
+                row = tile.first_row + tidx // (TILE_DEPTH // CHUNK) + _ROWS_PER_PASS * i
                 tokens[i] = token_R[row] if row < tile.end_row else Int32(-1)

@@ -37,18 +37,15 @@ from moe_kernels.cute.common.longest_first import LongestFirst
 from moe_kernels.cute.common.ring import advance, next_stage, skip_by
 from moe_kernels.cute.common.scheduler import CLUSTER
 from moe_kernels.cute.common.views import load_origin, loads_end_at_row
+from moe_kernels.cute.sm90.block import CHUNK, PRODUCTS_TURN, THREADS, WARPGROUP
 from moe_kernels.cute.sm90.epilogue import TmaView
 from moe_kernels.cute.sm90.weight_grad_epilogue import WeightGradEpilogue
 from moe_kernels.cute.sm90.work_queue import FIELDS, SLOTS, WorkQueue
 from moe_kernels.cute.tiles import SHARED_MEMORY_BYTES, KernelForm, TileConfig
 
-_WARPGROUP = 128
-_THREADS = 3 * _WARPGROUP
-_CHUNK = 8  # elements of one 16-byte copy
 # Rows of a unit still to be loaded when the next unit is claimed, and when it is posted: a claim's answer and the
 # search for its expert each take about as long as it takes to multiply so many.
 _CLAIM_AHEAD, _POST_AHEAD = 384, 192
-_TURN = 1  # named barriers 1 and 2: in ping-pong, a warpgroup's turn to multiply
 
 
 class WeightGrad:
@@ -67,7 +64,7 @@ class WeightGrad:
         self.gathered_tile, self.packed_tile = (
             (tile.rows, tile.columns) if self.left_gathered else (tile.columns, tile.rows)
         )
-        self.row_threads = _WARPGROUP * _CHUNK // self.gathered_tile  # tokens that the warpgroup copies at a time
+        self.row_threads = WARPGROUP * CHUNK // self.gathered_tile  # tokens that the warpgroup copies at a time
         units = row_units * self.column_units
         order = LongestFirst(units=units, depth=tile.depth, skips_empty=form.accumulates)
         self.queue = WorkQueue(order=order, claims=tile.claims_units, readers=12)
@@ -133,7 +130,7 @@ class WeightGrad:
             self.sA_layout,
             self.sB_layout,
             epilogue.store_layout(),
-        ).launch(grid=(CLUSTER, num_clusters, 1), block=(_THREADS, 1, 1), cluster=(CLUSTER, 1, 1), stream=stream)
+        ).launch(grid=(CLUSTER, num_clusters, 1), block=(THREADS, 1, 1), cluster=(CLUSTER, 1, 1), stream=stream)
 
     # ---- device
 
@@ -154,7 +151,7 @@ class WeightGrad:
         """Split the block into its roles."""
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.make_warp_uniform(tidx // _WARPGROUP)
+        group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         storage = SmemAllocator().allocate(self.storage)
         sA = storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner)
@@ -164,7 +161,7 @@ class WeightGrad:
         packed_layout = sB_layout if const_expr(self.left_gathered) else sA_layout
         self.tma_bytes = cute.size_in_bytes(self.dtype, cute.slice_(packed_layout, (None, None, 0)))
         barriers = storage.barriers.data_ptr()
-        full_group = CooperativeGroup(Agent.Thread, _WARPGROUP + 1)
+        full_group = CooperativeGroup(Agent.Thread, WARPGROUP + 1)
         full = MbarrierArray(barriers, stages, (PipelineOp.AsyncLoad, full_group), self.tma_bytes)
         empty_group = CooperativeGroup(Agent.Thread, (4 if self.tile.ping_pong else 8) * CLUSTER)
         empty = MbarrierArray(barriers + stages, stages, (PipelineOp.AsyncThread, empty_group))
@@ -207,9 +204,9 @@ class WeightGrad:
         atom = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), self.dtype, num_bits_per_copy=128
         )
-        chunks = self.gathered_tile // _CHUNK
+        chunks = self.gathered_tile // CHUNK
         threads = cute.make_ordered_layout((chunks, self.row_threads), order=(0, 1))
-        copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((_CHUNK, 1)))
+        copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((CHUNK, 1)))
         tGsG = copy.get_slice(tidx).partition_D(sGathered)  # ((8, 1), 1, passes, stages)
         passes = self.tile.depth // self.row_threads
         tokens = cute.make_rmem_tensor((passes,), Int32)
@@ -235,8 +232,8 @@ class WeightGrad:
                 cute.group_modes(sPacked, 0, 2),
                 cute.group_modes(gPacked, 0, 2),
             )
-            column = gathered_at * self.gathered_tile + (tidx % chunks) * _CHUNK
-            base = gathered.iterator + cute.assume(column, divby=_CHUNK)
+            column = gathered_at * self.gathered_tile + (tidx % chunks) * CHUNK
+            base = gathered.iterator + cute.assume(column, divby=CHUNK)
             row = first + tidx // chunks
             self._read_tokens(token_R, row, end, column, tokens)
             for k in cutlass.range(k_tiles, unroll=1):
@@ -252,7 +249,7 @@ class WeightGrad:
                     inside = cute.make_rmem_tensor((1,), Boolean)
                     inside[0] = tokens[i] >= 0
                     offset = Int64(cutlass.max(tokens[i], 0)) * self.gathered_width
-                    chunk = cute.make_tensor(base + cute.assume(offset, divby=_CHUNK), cute.make_layout(((_CHUNK, 1),)))
+                    chunk = cute.make_tensor(base + cute.assume(offset, divby=CHUNK), cute.make_layout(((CHUNK, 1),)))
                     cute.copy(atom, chunk, tGsG[None, 0, i, stage], pred=inside)
                 full.arrive(stage, None)
                 if posts and k == cutlass.max(k_tiles - _POST_AHEAD // self.tile.depth, 0):
@@ -279,7 +276,7 @@ class WeightGrad:
         """Multiply what the ring brings and hand each tile to the epilogue."""
         tile, stages = self.tile, self.tile.stages
         consumer = group - 1
-        in_group = tidx % _WARPGROUP
+        in_group = tidx % WARPGROUP
         lane = tidx % 32
         row_offset, my_A = Int32(0), sA
         if const_expr(not tile.ping_pong):
@@ -293,7 +290,7 @@ class WeightGrad:
         stage, phase, turn = Int32(0), Int32(0), Int32(0)
         if const_expr(tile.ping_pong):
             if consumer == 1:  # before it asks for its own unit, which is posted only while the other multiplies
-                cute.arch.barrier_arrive(barrier_id=_TURN, number_of_threads=2 * _WARPGROUP)
+                cute.arch.barrier_arrive(barrier_id=PRODUCTS_TURN, number_of_threads=2 * WARPGROUP)
                 self.epilogue.give_turn(consumer)
         work = self.queue.read(queue, turn, warp)
         if const_expr(tile.ping_pong):
@@ -303,7 +300,7 @@ class WeightGrad:
         while work.expert >= 0:
             row_tile, column_tile = self._place(work.unit, rank)
             if const_expr(tile.ping_pong):
-                cute.arch.barrier(barrier_id=_TURN + consumer, number_of_threads=2 * _WARPGROUP)
+                cute.arch.barrier(barrier_id=PRODUCTS_TURN + consumer, number_of_threads=2 * WARPGROUP)
             mma.set(warpgroup.Field.ACCUMULATE, False)
             for k in cutlass.range(self._k_tiles(work), unroll=1):
                 full.wait(stage, phase)
@@ -320,7 +317,7 @@ class WeightGrad:
                         empty.arrive(released, lane)
                     released = next_stage(released, stages)
             if const_expr(tile.ping_pong):
-                cute.arch.barrier_arrive(barrier_id=_TURN + 1 - consumer, number_of_threads=2 * _WARPGROUP)
+                cute.arch.barrier_arrive(barrier_id=PRODUCTS_TURN + 1 - consumer, number_of_threads=2 * WARPGROUP)
             warpgroup.wait_group(0)
             if lane < CLUSTER:
                 empty.arrive(released, lane)
