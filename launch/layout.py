@@ -6,6 +6,7 @@ from math import ceil, prod
 
 from model.counting import parameter_shapes
 from training.config import Precision, RunConfig
+from training.parallel import num_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class Layout:
 
 def layout_of(config: RunConfig, *, gpus: int) -> Layout:
     """Return the layout of a run in ``gpus`` processes, whose parallel.shard_degree divides them."""
-    shards = config.parallel.shard_degree or gpus
+    shards = num_shards(config.parallel, gpus)
     is_tied = config.model.tie_embeddings
     shapes_of: dict[str, list[tuple[int, ...]]] = {"head": []}
     for name, shape in parameter_shapes(config.model).items():

@@ -24,11 +24,11 @@ from launch.report import as_json, as_text
 from model.attend import AttentionKernel, choose_attention
 from model.counting import count_parameters
 from model.moe import moe_problem
-from moe_kernels import BackendName, KernelUnavailable, RoutingKind, resolve_backend
+from moe_kernels import BackendName, KernelUnavailable, resolve_backend
 from moe_kernels.dispatch import BACKENDS, Backend
-from training.build import Kernels, check_division
+from training.build import Kernels, check_division, check_tiles
 from training.config import RunConfig, register_schemas
-from training.parallel import DTYPES
+from training.parallel import DTYPES, check_expert_cut, num_shards
 from training.world import World
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -63,16 +63,13 @@ def compose_run(overrides: list[str]) -> Composed:
 def check_processes(config: RunConfig, gpus: int) -> None:
     """Raise ValueError if ``gpus`` processes cannot share the run's steps or its parameters."""
     check_division(config, World(rank=0, size=gpus, device=torch.device("cpu")))
-    shards = config.parallel.shard_degree or gpus
-    if gpus % shards != 0:
-        raise ValueError(f"parallel.shard_degree={shards} does not divide the {gpus} processes of this run")
-    moe, width = config.model.moe, config.model.width
-    if shards > moe.num_experts and (2 * moe.expert_width % shards != 0 or width % shards != 0):
-        raise ValueError(
-            f"{shards} processes share {moe.num_experts} experts, so these are cut along their width, but "
-            f"2 · model.moe.expert_width = {2 * moe.expert_width} and model.width={width} do not both divide by "
-            f"{shards}: lower parallel.shard_degree"
-        )
+    moe = config.model.moe
+    check_expert_cut(
+        num_shards(config.parallel, gpus),
+        num_experts=moe.num_experts,
+        gate_up_width=2 * moe.expert_width,
+        width=config.model.width,
+    )
 
 
 def planned_backend(config: RunConfig) -> tuple[Backend, str | None]:
@@ -99,12 +96,7 @@ def planned_backend(config: RunConfig) -> tuple[Backend, str | None]:
             refusal = f"{fastest.name}: {reason}"
             name = BackendName.portable
         backend = resolve_backend(name, problem)
-    routing = config.model.moe.routing
-    if routing.train is RoutingKind.token_rounding and routing.tile_m % backend.tile_m != 0:
-        raise ValueError(
-            f"model.moe.routing.tile_m={routing.tile_m} is not a multiple of the {backend.tile_m} rows of a tile in "
-            f"backend {backend.name}: rounding to it would leave tiles half empty"
-        )
+    check_tiles(config, backend)
     return backend, refusal
 
 

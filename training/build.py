@@ -74,10 +74,15 @@ def _choose_backend(config: RunConfig, world: World) -> Backend:
     dtype = DTYPES[config.train.precision]
     problem = moe_problem(config.model, tokens=config.micro_batch_tokens, dtype=dtype, device=world.device)
     backend = resolve_backend(config.kernels.backend, problem)
+    check_tiles(config, backend)
+    return backend
+
+
+def check_tiles(config: RunConfig, backend: Backend) -> None:
+    """Raise ValueError if token rounding would fill tiles that ``backend`` does not have."""
     routing = config.model.moe.routing
     if routing.train is RoutingKind.token_rounding and routing.tile_m % backend.tile_m != 0:
         raise ValueError(
             f"model.moe.routing.tile_m={routing.tile_m} is not a multiple of the {backend.tile_m} rows of a tile in "
             f"backend {backend.name}: rounding to it would leave tiles half empty"
         )
-    return backend

@@ -121,14 +121,33 @@ def compile_blocks(model: Decoder, *, backend: str = "inductor") -> None:
         block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
 
 
+def num_shards(config: ParallelConfig, num_processes: int) -> int:
+    """Return how many processes hold one copy of the model between them.
+
+    Raises: ValueError if ``parallel.shard_degree`` does not divide ``num_processes``.
+    """
+    shards = config.shard_degree or num_processes
+    if num_processes % shards != 0:
+        raise ValueError(f"parallel.shard_degree={shards} does not divide the {num_processes} processes of this run")
+    return shards
+
+
+def check_expert_cut(shards: int, *, num_experts: int, gate_up_width: int, width: int) -> None:
+    """Raise ValueError if ``shards`` processes are more than the experts and do not divide the experts' widths."""
+    if shards > num_experts and (gate_up_width % shards != 0 or width % shards != 0):
+        raise ValueError(
+            f"{shards} processes share {num_experts} experts, so these are cut along their width, but "
+            f"2 · model.moe.expert_width = {gate_up_width} and model.width={width} do not both divide by {shards}: "
+            "lower parallel.shard_degree"
+        )
+
+
 def build_mesh(world: World, config: ParallelConfig) -> DeviceMesh:
     """Return a mesh of (replicas, shards) processes, or of shards alone where they hold one copy together.
 
     Raises: ValueError if the processes do not divide into groups of ``parallel.shard_degree``.
     """
-    shards = config.shard_degree or world.size
-    if world.size % shards != 0:
-        raise ValueError(f"parallel.shard_degree={shards} does not divide the {world.size} processes of this run")
+    shards = num_shards(config, world.size)
     if shards == world.size:
         return init_device_mesh(world.device.type, (shards,), mesh_dim_names=("shard",))
     return init_device_mesh(world.device.type, (world.size // shards, shards), mesh_dim_names=("replicate", "shard"))
@@ -213,12 +232,7 @@ def _expert_placement(unit: Sequence[nn.Module], shards: int) -> Callable[[nn.Pa
         num_experts, gate_up_width, width = moe.w_gate_up.shape
         if shards <= num_experts:
             continue
-        if gate_up_width % shards != 0 or width % shards != 0:
-            raise ValueError(
-                f"{shards} processes share {num_experts} experts, so these are cut along their width, but "
-                f"2 · model.moe.expert_width = {gate_up_width} and model.width={width} do not both divide by {shards}: "
-                "lower parallel.shard_degree"
-            )
+        check_expert_cut(shards, num_experts=num_experts, gate_up_width=gate_up_width, width=width)
         by_width |= {id(moe.w_gate_up), id(moe.w_down)}
     return lambda parameter: Shard(1) if id(parameter) in by_width else None
 
