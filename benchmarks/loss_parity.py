@@ -8,9 +8,7 @@ cross-entropies. What has to hold: the backends are closer to each other than th
 """
 
 import argparse
-import json
 from collections.abc import Sequence
-from datetime import date
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.steps import Steps, compose_run, leaving_with_a_message
+from benchmarks.timing import new_record, write_record
 from benchmarks.train_step import SHAPES
 from training.config import DeviceName
 from training.world import World, open_world
@@ -115,15 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{arguments.backend} and {arguments.against}: {result['backends_nats']:.5f} nats apart; "
         f"fp32 seeds up to {result['largest_of_seeds_nats']:.5f}: {'holds' if result['holds'] else 'DOES NOT HOLD'}"
     )
-    if arguments.json is not None:
-        gpu = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "none"
-        head = {
-            "gpu": gpu,
-            "date": date.today().isoformat(),
-            "torch": torch.__version__,
-            "arguments": {name: str(value) for name, value in vars(arguments).items()},
-        }
-        arguments.json.write_text(json.dumps(head | result, indent=1) + "\n", encoding="utf-8")
+    record = new_record(arguments={name: str(value) for name, value in vars(arguments).items()}, **result)
+    write_record(record, arguments.json)
     world.close()
     return 0 if result["holds"] else 1
 

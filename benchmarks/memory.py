@@ -10,10 +10,6 @@ the profiler sees the allocations.
 """
 
 import argparse
-import json
-import subprocess
-from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.peers import PEERS, Peer, available_peers, interleave
+from benchmarks.moe_layer import Contender, Layer, make_contender, make_layer
+from benchmarks.peers import PEERS, Peer, available_peers
 from benchmarks.shapes import SHAPES, MoEShape
-from moe_kernels import BackendName, RoutingPlan, moe_experts, route_top_k
+from benchmarks.timing import new_record, write_record
+from moe_kernels import BackendName, moe_experts
 from moe_kernels.dispatch import BACKENDS
 from moe_kernels.testing import saved_for_backward
 
@@ -40,66 +38,17 @@ class LayerBytes(NamedTuple):
     peak: int  # most held at once over forward and backward, output and gradients included
 
 
-class Contender(NamedTuple):
-    """A forward over leaves of its own, in its own layout; the second and third are the weights."""
-
-    name: str
-    leaves: tuple[Tensor, Tensor, Tensor, Tensor]
-    forward: Callable[[], Tensor]
-
-
-class Inputs(NamedTuple):
-    """What every contender gets."""
-
-    x_TD: Tensor
-    w_gate_up: Tensor
-    w_down: Tensor
-    score_TE: Tensor
-    dout_TD: Tensor
-    expert_TK: Tensor
-    plan: RoutingPlan
-
-
-def make_inputs(shape: MoEShape, device: torch.device) -> Inputs:
-    """Return random inputs of unit scale in bf16, routed uniformly."""
-    T, D, N, E, K = shape
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*size: int, scale: float = 1.0) -> Tensor:
-        return torch.empty(size, device=device, dtype=torch.bfloat16).normal_(std=scale, generator=generator)
-
-    prob_TE = torch.randn(T, E, device=device, generator=generator).softmax(-1)
-    return Inputs(
-        x_TD=normal(T, D),
-        w_gate_up=normal(E, 2 * N, D, scale=D**-0.5),
-        w_down=normal(E, D, N, scale=N**-0.5),
-        score_TE=prob_TE,
-        dout_TD=normal(T, D),
-        expert_TK=prob_TE.topk(K, -1).indices.int(),
-        plan=route_top_k(prob_TE, K).plan,
-    )
-
-
-def make_contenders(name: str, inputs: Inputs, peers: dict[str, Peer]) -> list[Contender]:
+def make_contenders(name: str, layer: Layer, peers: dict[str, Peer]) -> list[Contender]:
     """Return the contender that a peer is, or the two that one of our backends makes."""
-
-    def leaf(tensor: Tensor) -> Tensor:
-        return tensor.detach().requires_grad_()
-
+    contender = make_contender(name, layer, peers)
+    assert contender is not None  # only routings other than top-K leave one out
     if name in peers:
-        score_TK = inputs.score_TE.gather(1, inputs.expert_TK.long())
-        leaves = (leaf(inputs.x_TD), leaf(interleave(inputs.w_gate_up)), leaf(inputs.w_down), leaf(score_TK))
-        return [Contender(name, leaves, lambda: peers[name](*leaves, inputs.expert_TK))]
-    backend = BACKENDS[BackendName(name)]
-    leaves = (leaf(inputs.x_TD), leaf(inputs.w_gate_up), leaf(inputs.w_down), leaf(inputs.score_TE))
-
-    def forward(recompute_h: bool) -> Tensor:
-        return moe_experts(*leaves, inputs.plan, backend=backend, recompute_h=recompute_h)
-
-    return [
-        Contender(name, leaves, lambda: forward(False)),
-        Contender(f"{name} recompute_h", leaves, lambda: forward(True)),
-    ]
+        return [contender]
+    backend, leaves = BACKENDS[BackendName(name)], contender.leaves
+    recomputing = Contender(
+        f"{name} recompute_h", leaves, lambda: moe_experts(*leaves, layer.plan, backend=backend, recompute_h=True)
+    )
+    return [contender, recomputing]
 
 
 def measure(contender: Contender, dout_TD: Tensor) -> LayerBytes:
@@ -176,14 +125,14 @@ def counted_bytes(shape: MoEShape, rows: int, *, recompute_h: bool) -> LayerByte
 
 def measure_shape(shape: MoEShape, names: list[str], peers: dict[str, Peer], device: torch.device) -> dict:
     """Return the bytes of every contender by its name, and of ours by count."""
-    inputs = make_inputs(shape, device)
+    layer = make_layer(shape, "uniform", seed=0, device=device.type)
     results = {}
     for name in names:
-        for contender in make_contenders(name, inputs, peers):
-            results[contender.name] = measure(contender, inputs.dout_TD)
+        for contender in make_contenders(name, layer, peers):
+            results[contender.name] = measure(contender, layer.dout_TD)
     for recompute_h in (False, True):
         label = "by count" + recompute_h * " recompute_h"
-        results[label] = counted_bytes(shape, inputs.plan.R, recompute_h=recompute_h)
+        results[label] = counted_bytes(shape, layer.plan.R, recompute_h=recompute_h)
     return results
 
 
@@ -198,13 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     names = options.backends.split(",")
     peers = available_peers([name for name in names if name in PEERS])
     names = [name for name in names if name in peers or name not in PEERS]
-    record: dict = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "date": date.today().isoformat(),
-        "commit": _commit(),
-        "torch": torch.__version__,
-        "shapes": {},
-    }
+    record = new_record(shapes={})
     print(f"{'MiB':35s}     saved  with weights      held      peak")
     for shape_name in options.shapes.split(","):
         results = measure_shape(SHAPES[shape_name], names, peers, device)
@@ -212,15 +155,9 @@ def main(arguments: list[str] | None = None) -> None:
             saved, with_weights, held, peak = (value / 2**20 for value in result)
             print(f"{shape_name:12s} {label:22s} {saved:9.1f} {with_weights:13.1f} {held:9.1f} {peak:9.1f}", flush=True)
         record["shapes"][shape_name] = {label: result._asdict() for label, result in results.items()}
-        if options.json is not None:
-            options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_record(record, options.json)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "uncommitted tree"
 
 
 if __name__ == "__main__":

@@ -47,18 +47,18 @@ class Layer(NamedTuple):
     used: int
 
 
-def make_layer(shape: MoEShape, routing: str, seed: int) -> Layer:
+def make_layer(shape: MoEShape, routing: str, seed: int, device: str = "cuda") -> Layer:
     """Return random inputs of unit scale, routed uniformly, by Zipf(1.2) loads, or uniformly with token rounding."""
     T, D, N, E, K = shape
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(*size, device="cuda", generator=generator, dtype=torch.bfloat16) * scale
+        return torch.randn(*size, device=device, generator=generator, dtype=torch.bfloat16) * scale
 
-    logits_TE = torch.randn(T, E, device="cuda", generator=generator)
+    logits_TE = torch.randn(T, E, device=device, generator=generator)
     if routing == "zipf":
-        popularity_E = torch.arange(1, E + 1, device="cuda").float().log() * -1.2
-        gumbel_TE = -torch.empty(T, E, device="cuda").exponential_(generator=generator).log()
+        popularity_E = torch.arange(1, E + 1, device=device).float().log() * -1.2
+        gumbel_TE = -torch.empty(T, E, device=device).exponential_(generator=generator).log()
         logits_TE = popularity_E + gumbel_TE
     prob_TE = logits_TE.softmax(-1)
     expert_TK = prob_TE.topk(K, -1).indices.int()
@@ -79,7 +79,7 @@ def make_layer(shape: MoEShape, routing: str, seed: int) -> Layer:
 
 
 class Contender(NamedTuple):
-    """A forward over leaves of its own, in its own layout."""
+    """A forward over leaves of its own, in its own layout; the second and third are the weights."""
 
     name: str
     leaves: tuple[Tensor, ...]

@@ -12,13 +12,13 @@ import json
 import subprocess
 import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.steps import Steps
+from benchmarks.timing import new_record, write_record
 from launch.plan import Plan, make_plan
 from launch.preflight import compose_run
 from training.build import Kernels
@@ -144,9 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{r['moment']}",
                 flush=True,
             )
-    if options.json is not None:
-        record = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(date.today())}
-        options.json.write_text(json.dumps(record | {"rows": results}, indent=1) + "\n", encoding="utf-8")
+    write_record(new_record(rows=results), options.json)
     return int(any(abs(r.get("ratio", 0.0) - 1) > 0.1 for r in results))
 
 

@@ -7,38 +7,30 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.tensor import DTensor
 
 from data.batch import Batch
 from data.loader import open_prepared
 from data.prefetch import prefetch
+from launch import preflight
 from model.decoder import Decoder
 from moe_kernels import KernelUnavailable
 from training.build import build_model, check_division, choose_kernels
-from training.config import RunConfig, register_schemas
+from training.config import RunConfig
 from training.environment import fix_numerics
 from training.guard import StepGuard
 from training.optim import build_optimizer, learning_rate, set_learning_rate
 from training.step import MicroBatch, StepInput, StepResult, train_step
 from training.world import World
 
-CONFIGS = Path(__file__).parent.parent / "configs"
-
 
 def compose_run(*overrides: str) -> RunConfig:
     """Return the configuration that ``train.py`` would have with these overrides."""
-    register_schemas()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = OmegaConf.to_object(compose("train", overrides=list(overrides)))
-    assert isinstance(config, RunConfig)
-    return config
+    return preflight.compose_run(list(overrides)).config
 
 
 @contextmanager

@@ -11,14 +11,11 @@ against the card's dense bf16 peak: ``causal`` the half of attention's scores th
 """
 
 import argparse
-import json
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.steps import Steps, compose_run, leaving_with_a_message
+from benchmarks.timing import new_record, write_record
 from model.counting import count_parameters, flops_per_token
 from training.breakdown import Sizes
 from training.compilations import count_compilations
@@ -208,15 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(arguments.shapes.split(",")) - set(SHAPES):
         raise SystemExit(f"--shapes knows {', '.join(SHAPES)}, not {', '.join(sorted(unknown))}")
     world = open_world(DeviceName.auto)
-    is_cuda = world.device.type == "cuda"
-    record: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(world.device) if is_cuda else "none",
-        "date": date.today().isoformat(),
-        "torch": torch.__version__,
-        "commit": _commit(),
-        "arguments": {name: str(value) for name, value in vars(arguments).items()},
-        "rows": [],
-    }
+    record = new_record(arguments={name: str(value) for name, value in vars(arguments).items()}, rows=[])
     lists = (arguments.shapes, arguments.routing, arguments.backends, arguments.checkpointing)
     for names in product(*(names.split(",") for names in lists)):
         with leaving_with_a_message():
@@ -224,8 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if world.is_first:
             record["rows"].append(row)
             print(describe(row), flush=True)
-            if arguments.json is not None:
-                arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            write_record(record, arguments.json)
     world.close()
     return 0
 
@@ -249,11 +238,6 @@ def _row(arguments: argparse.Namespace, choice: Choice, world: World) -> dict[st
     }
     steps.close()
     return row
-
-
-def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

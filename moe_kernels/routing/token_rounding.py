@@ -58,20 +58,9 @@ def route_token_rounding(
         raise ValueError(f"bias_E has shape {tuple(bias_E.shape)}, expected (E,) = {(E,)}")
     prob_TE = prob_TE.detach().float()
     if prob_TE.is_cuda:
-        from moe_kernels.triton.choice import choose  # noqa: PLC0415 - triton comes with CUDA builds of torch alone
-        from moe_kernels.triton.rounding import round_choice  # noqa: PLC0415
+        from moe_kernels.triton.rounding import choose_and_round  # noqa: PLC0415 - triton comes with CUDA builds alone
 
-        chosen = choose(prob_TE, None if bias_E is None else bias_E.detach(), K, transposed=True)
-        return round_choice(
-            chosen.prob_ET,
-            chosen.top_k_mask_TE,
-            chosen.top_k_mask_ET,
-            chosen.count_E,
-            K=K,
-            tile_m=tile_m,
-            rounding=rounding,
-            seed=seed,
-        )
+        return choose_and_round(prob_TE, K, tile_m=tile_m, rounding=rounding, bias_E=bias_E, seed=seed)
     return token_rounding_torch(prob_TE, K, tile_m=tile_m, rounding=rounding, bias_E=bias_E, seed=seed)
 
 

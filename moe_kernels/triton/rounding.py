@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_kernels.routing.counter_hash import checked_seed
 from moe_kernels.routing.kinds import Rounding, RoutingKind
 from moe_kernels.routing.plan import Routing, row_capacity
+from moe_kernels.triton.choice import choose
 from moe_kernels.triton.plan import as_plan, empty_plan, write_plan
 from moe_kernels.triton.rounding_kernels import RULES, round_columns_kernel
 
@@ -24,6 +25,29 @@ _KEYS_PER_THREAD = 64  # half of a thread's registers where 16 warps share a mul
 _PER_LOAD = 16
 
 RoundedTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def choose_and_round(
+    prob_TE: Tensor,
+    K: int,
+    *,
+    tile_m: int,
+    rounding: Rounding,
+    bias_E: Tensor | None = None,
+    seed: int | Tensor | None = None,
+) -> Routing:
+    """Return the routing of ``route_token_rounding``, whose arguments these are, made by the kernels."""
+    chosen = choose(prob_TE, None if bias_E is None else bias_E.detach(), K, transposed=True)
+    return round_choice(
+        chosen.prob_ET,
+        chosen.top_k_mask_TE,
+        chosen.top_k_mask_ET,
+        chosen.count_E,
+        K=K,
+        tile_m=tile_m,
+        rounding=rounding,
+        seed=seed,
+    )
 
 
 def round_choice(

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -102,11 +102,21 @@ def test_the_advice_after_a_gradient_that_is_not_finite_can_be_followed(small_ru
     assert_equal(dict(third.model.state_dict()), dict(trainer.model.state_dict()))
 
 
+@pytest.fixture
+def world(precision: Precision) -> Iterator[World]:
+    """Yield the world of one process, which in bf16 shards over itself and has a process group."""
+    if precision is Precision.fp32:
+        yield World(rank=0, size=1, device=torch.device("cpu"))
+        return
+    opened = open_world(DeviceName.cpu)
+    yield opened
+    opened.close()
+
+
 @pytest.mark.parametrize("precision", Precision)
-def test_weights_that_are_not_finite_are_not_saved(small_run: Callable[..., RunConfig], precision: Precision) -> None:
-    world = World(rank=0, size=1, device=torch.device("cpu"))
-    if precision is Precision.bf16:
-        world = open_world(DeviceName.cpu)
+def test_weights_that_are_not_finite_are_not_saved(
+    small_run: Callable[..., RunConfig], precision: Precision, world: World
+) -> None:
     common = (f"train.precision={precision.name}", "checkpoint.every_steps=1")
     trainer = Trainer(small_run("run.name=first", *common, "optim.lr=1e300", "optim.warmup_fraction=0"), world)
     with pytest.raises(FloatingPointError, match=r"after step 1 the weights embed\.weight, .* and \d+ others are not"):
@@ -128,8 +138,6 @@ def test_weights_that_are_not_finite_are_not_saved(small_run: Callable[..., RunC
     checkpoint = latest_checkpoint(trainer.folder.checkpoints)
     assert checkpoint is not None
     assert checkpoint.name == "step_00000001"
-    if precision is Precision.bf16:
-        world.close()
 
 
 def test_a_batch_without_labels_is_refused() -> None:
@@ -142,11 +150,8 @@ def test_a_batch_without_labels_is_refused() -> None:
 
 @pytest.mark.parametrize("precision", Precision)
 def test_a_run_stops_at_a_gradient_that_is_not_finite_and_saves_nothing_after_it(
-    small_run: Callable[..., RunConfig], precision: Precision
+    small_run: Callable[..., RunConfig], precision: Precision, world: World
 ) -> None:
-    world = World(rank=0, size=1, device=torch.device("cpu"))
-    if precision is Precision.bf16:
-        world = open_world(DeviceName.cpu)
     config = small_run(f"train.precision={precision.name}", "checkpoint.every_steps=1", "logging.every_steps=100")
     trainer = Trainer(config, world)
     deal = trainer._micro_batches
@@ -165,5 +170,3 @@ def test_a_run_stops_at_a_gradient_that_is_not_finite_and_saves_nothing_after_it
     checkpoint = latest_checkpoint(trainer.folder.checkpoints)
     assert checkpoint is not None
     assert checkpoint.name == "step_00000003"
-    if precision is Precision.bf16:
-        world.close()

@@ -1,15 +1,13 @@
 """Between log lines the host asks the device for nothing, and once a run is warm nothing is compiled."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import training.parallel
+from tests.training.op_counter import OpCounter
 from tests.training.test_trainer import logged
 from training.config import DeviceName, RunConfig
 from training.trainer import EXIT_DONE, Trainer
@@ -22,16 +20,8 @@ SYNCING = {
 }
 
 
-class SyncCounter(TorchDispatchMode):
+class SyncCounter(OpCounter):
     """Counts operators for which the host would wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
 
     def syncs(self) -> dict[str, int]:
         return {name: count for name, count in self.calls.items() if name in SYNCING}

@@ -1,4 +1,3 @@
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -6,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from model.config import AttentionConfig, ModelConfig, MoEConfig, RoutingConfig
@@ -14,6 +12,7 @@ from model.decoder import Decoder
 from model.documents import Documents
 from model.moe import moe_problem
 from moe_kernels import BackendName, RoutingKind, resolve_backend
+from tests.training.op_counter import OpCounter
 from training.audit import audit_first_step
 from training.config import ActivationCheckpointing, DeviceName, OptimConfig, ParallelConfig, Precision, RunConfig
 from training.optim import build_optimizer
@@ -29,18 +28,6 @@ CONFIG = ModelConfig(
     attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_width=8),
     moe=MoEConfig(num_experts=4, experts_per_token=2, expert_width=8, routing=RoutingConfig(tile_m=8)),
 )
-
-
-class OpCounter(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.memory import counted_bytes, make_contenders, make_inputs, measure
+from benchmarks.memory import counted_bytes, make_contenders, measure
+from benchmarks.moe_layer import make_layer
 from benchmarks.shapes import MoEShape
+from benchmarks.timing import launches_of
 from moe_kernels import arch_of, moe_experts, moe_experts_ref
 from moe_kernels.cute.tiles import KernelForm, choose_tile
 from moe_kernels.dispatch import BACKENDS, BackendName
@@ -25,7 +25,7 @@ SLACK = 2**16  # bytes of counters and queues that kernels may ask for
 
 @pytest.fixture(scope="module")
 def inputs():
-    return make_inputs(SHAPE, torch.device("cuda"))
+    return make_layer(SHAPE, "uniform", seed=0)
 
 
 def leaves_of(inputs):
@@ -94,11 +94,7 @@ def test_the_layer_compiles_into_one_graph(inputs, recompute_h):
 def kernels_of(run):
     """Return the names of everything that ``run`` puts on the GPU, memsets and copies included."""
     run()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
-    return [event.name for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    return [name for name, _ in launches_of(run)]
 
 
 def test_the_forward_is_four_launches_and_the_backward_six(inputs):

@@ -17,17 +17,8 @@ from moe_kernels.triton.choice import choose
 
 def routed(prob_TE, K, *, device, tile_m, rounding, bias_E=None, seed=None):
     """Return the kernels' routing on the CPU; ``route_token_rounding`` is what takes this path for CUDA tensors."""
-    chosen = choose(prob_TE.to(device), None if bias_E is None else bias_E.to(device), K, transposed=True)
-    return kernels.round_choice(
-        chosen.prob_ET,
-        chosen.top_k_mask_TE,
-        chosen.top_k_mask_ET,
-        chosen.count_E,
-        K=K,
-        tile_m=tile_m,
-        rounding=rounding,
-        seed=seed,
-    )
+    bias_E = None if bias_E is None else bias_E.to(device)
+    return kernels.choose_and_round(prob_TE.to(device), K, tile_m=tile_m, rounding=rounding, bias_E=bias_E, seed=seed)
 
 
 def assert_same_routing(actual, expected):
