@@ -33,11 +33,3 @@ def skip(stage: Int32, phase: Int32, count: cutlass.Constexpr, stages: cutlass.C
         stage -= stages
         phase ^= 1
     return stage, phase
-
-
-@cute.jit
-def skip_by(stage: Int32, phase: Int32, count: Int32, stages: cutlass.Constexpr) -> tuple[Int32, Int32]:
-    """Return the place in a ring ``count`` stages on, a number that is known at run time."""
-    stage += count
-    turns = stage // stages
-    return stage - turns * stages, phase ^ (turns & 1)

@@ -2,17 +2,16 @@
 
 Every expert multiplies its own rows with its own matrix. 384 threads a block, clusters of two blocks, persistent:
 
-    warpgroup 0     producer. Rows: by TMA where they are packed; where they are gathered, all four warps copy 16 bytes
-                    a thread with cp.async, from rows whose indices were read one tile ahead. Weights: by TMA from warp
-                    0, each block loading one half for both (alone: all for itself, see common/scheduler.py).
+    warpgroup 0     producer. Warp 0 claims units (work_queue.py) and fetches the tokens of gathered rows, ahead of the
+                    others. Rows: by TMA from warp 1 where they are packed; where they are gathered, warps 1 to 3 copy
+                    16 bytes a thread with cp.async (gather.py). Weights: by TMA from warp 1, each block loading one
+                    half for both (alone: all for itself, see common/scheduler.py).
     warpgroups 1, 2 consumers. Either each computes 64 of a tile's 128 rows, or (ping-pong) they compute whole tiles in
                     turn, and while one is in its epilogue, the other has the tensor cores.
 
-    full[s]   128 copying threads + 1 for the bytes of TMA, or that 1   -> the consumers of the stage
+    full[s]   96 copying threads + 1 for the bytes of TMA, or that 1    -> the consumers of the stage
     empty[s]  every consumer warp of both blocks                        -> the producers of both: weights are multicast
     named barriers: block.py
-
-Which tiles a cluster computes it reads from its queue (work_queue.py), into which warp 0 of its first block posts.
 
 Letters: mA (rows, X), mB (Y, X, E) or (N, X, 2, E) for [gate | up] weights; X is the contraction, Y or N the columns.
 """
@@ -39,11 +38,10 @@ from cutlass.tensor_utils import LayoutEnum
 from moe_kernels.cute.common.ring import advance, next_stage, skip
 from moe_kernels.cute.common.scheduler import CLUSTER
 from moe_kernels.cute.common.views import loads_end_at_row
-from moe_kernels.cute.sm90.block import PRODUCTS_TURN, THREADS, WARPGROUP
+from moe_kernels.cute.sm90.block import GATHER_WARPS, LOADER_WARP, PRODUCTS_TURN, THREADS, WARPGROUP
 from moe_kernels.cute.sm90.epilogue import StoreEpilogue, TmaView
 from moe_kernels.cute.sm90.loader import Barriers, Loader, Operands, SharedTensors
 from moe_kernels.cute.sm90.swiglu_epilogue import SwiGLUBackwardEpilogue, SwiGLUEpilogue
-from moe_kernels.cute.sm90.work_queue import FIELDS, SLOTS
 from moe_kernels.cute.tiles import SHARED_MEMORY_BYTES, TILE_DEPTH, KernelForm, TileConfig
 
 
@@ -182,12 +180,15 @@ class GroupedGemm:
         operand = cute.struct.Align
         epilogue = self.epilogue
         slots, slot_barriers = self.queue.storage()
+        token_slots, token_bars = self.loader.tokens.storage()
 
         @cute.struct
         class Storage:
             ring: cute.struct.MemRange[Int64, 2 * self.tile.stages]
             work_barriers: slot_barriers
             work_slots: slots
+            token_barriers: token_bars
+            tokens: token_slots
             loads: cute.struct.MemRange[Int64, max(1, 2 * self.tile.load_stages)]
             sA: operand[cute.struct.MemRange[self.dtype, cute.cosize(self.sA_layout)], 1024]
             sB: operand[cute.struct.MemRange[self.dtype, cute.cosize(self.sB_layout)], 1024]
@@ -220,6 +221,7 @@ class GroupedGemm:
         storage = SmemAllocator().allocate(self.storage)
         shared = SharedTensors(
             storage.sA.get_tensor(sA_layout.outer, swizzle=sA_layout.inner),
+            storage.sA.data_ptr(),
             storage.sB.get_tensor(sB_layout.outer, swizzle=sB_layout.inner),
             storage.sB.get_tensor(sB_box_layout.outer, swizzle=sB_box_layout.inner),
         )
@@ -228,7 +230,7 @@ class GroupedGemm:
         stages = self.tile.stages
         full_op, full_count = PipelineOp.TmaLoad, 1
         if const_expr(self.gathers):
-            full_op, full_count = PipelineOp.AsyncLoad, WARPGROUP + 1
+            full_op, full_count = PipelineOp.AsyncLoad, 32 * GATHER_WARPS + 1
         full_group = CooperativeGroup(Agent.Thread, full_count)
         empty_group = CooperativeGroup(Agent.Thread, self.consumer_warps * CLUSTER)
         ring = storage.ring.data_ptr()
@@ -237,19 +239,21 @@ class GroupedGemm:
             MbarrierArray(ring + stages, stages, (PipelineOp.AsyncThread, empty_group)),
             self._load_barriers(storage),
         )
-        slots = storage.work_slots.get_tensor(cute.make_layout((FIELDS, SLOTS)))
-        queue = self.queue.start(offsets_E1, counter, slots, storage.work_barriers.data_ptr())
+        queue = self.queue.start(offsets_E1, counter, storage)
+        tokens = self.loader.tokens.start(storage)
         pipeline_init_arrive(cluster_shape_mn=(CLUSTER, 1), is_relaxed=True)
         pipeline_init_wait(cluster_shape_mn=(CLUSTER, 1))
         if group == 0:
             cute.arch.setmaxregister_decrease(self.tile.producer_registers)
-            if const_expr(self.gathers):
-                self.loader.gather(operands, queue, shared, barriers, tidx, warp, rank)
-            elif warp == 0:
+            if warp == 0:
+                self.loader.schedule(operands, queue, tokens, warp, rank)
+            elif const_expr(self.gathers):
+                self.loader.gather(operands, queue, tokens, shared, barriers, warp, rank)
+            elif warp == LOADER_WARP:
                 self.loader.load(operands, queue, shared, barriers, warp, rank)
         else:
             cute.arch.setmaxregister_increase(self.tile.consumer_registers)
-            self._consume(queue, views, shared, sStore, sLoad, mma, barriers, tidx, warp, group, rank)
+            self._consume(queue, views, shared, sStore, sLoad, mma, barriers, tidx, warp, group)
         cute.arch.cluster_arrive()  # nothing may reach the shared memory of a block that has ended
         cute.arch.cluster_wait()
 
@@ -260,7 +264,7 @@ class GroupedGemm:
         return MbarrierArray(storage.loads.data_ptr(), 2 * self.tile.load_stages, (PipelineOp.TmaLoad, group))
 
     @cute.jit
-    def _consume(self, queue, views, shared, sStore, sLoad, mma, barriers, tidx, warp, group, rank):
+    def _consume(self, queue, views, shared, sStore, sLoad, mma, barriers, tidx, warp, group):
         """Multiply what the ring brings and hand each tile to the epilogue."""
         tile_config = self.tile
         consumer = group - 1
@@ -278,10 +282,10 @@ class GroupedGemm:
             if consumer == 1:  # before it asks for its own tile, which may be posted only while the other multiplies
                 cute.arch.barrier_arrive(barrier_id=PRODUCTS_TURN, number_of_threads=2 * WARPGROUP)
                 self.epilogue.give_turn(consumer)
-        tile = self.loader.next_tile(queue, turn, warp, rank)
+        tile = self.loader.next_tile(queue, turn, warp)
         if const_expr(tile_config.ping_pong):
             if consumer == 1:
-                stage, phase, turn, tile = self._pass_over(queue, tile, turn, stage, phase, warp, rank)
+                stage, phase, turn, tile = self._pass_over(queue, tile, turn, stage, phase, warp)
         while tile.expert >= 0:
             first_row = tile.first_row + row_offset
             has_rows = first_row < tile.end_row
@@ -300,19 +304,19 @@ class GroupedGemm:
             if has_rows:
                 self.epilogue.finish_tile(state, acc, first_row, tile.end_row, tile.column)
             turn += 1
-            tile = self.loader.next_tile(queue, turn, warp, rank)
+            tile = self.loader.next_tile(queue, turn, warp)
             if const_expr(tile_config.ping_pong):
-                stage, phase, turn, tile = self._pass_over(queue, tile, turn, stage, phase, warp, rank)
+                stage, phase, turn, tile = self._pass_over(queue, tile, turn, stage, phase, warp)
         self.epilogue.end(state)
 
     @cute.jit
-    def _pass_over(self, queue, others, turn, stage, phase, warp, rank):
+    def _pass_over(self, queue, others, turn, stage, phase, warp):
         """Return the ring's place behind a tile that is the other warpgroup's, and the tile after it with its turn."""
         stage, phase = skip(stage, phase, self.k_tiles, self.tile.stages)
         tile = others
         if others.expert >= 0:  # else it says that nothing follows, and is the last to be read
             turn += 1
-            tile = self.loader.next_tile(queue, turn, warp, rank)
+            tile = self.loader.next_tile(queue, turn, warp)
         return stage, phase, turn, tile
 
     def _products(self, shared, consumer, acc, columns):

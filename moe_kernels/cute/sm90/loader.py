@@ -1,26 +1,25 @@
-"""The producer warps of grouped_gemm.py: they claim units, and feed the ring with each one's rows and weights.
+"""The producer warps of grouped_gemm.py: warp 0 posts units, the others feed the ring with rows and weights.
 
-Rows are gathered by all four warps with cp.async, or come packed by TMA from one warp; weights come by TMA. How units
-are claimed and found is work_queue.py and common/scheduler.py.
+Rows are gathered by three warps with cp.async (gather.py), or come packed by TMA from one warp; weights come by TMA.
+How units are claimed and found is work_queue.py and common/scheduler.py.
 """
 # mypy: disable-error-code="import-not-found, no-untyped-def, valid-type, attr-defined"
 
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, const_expr, cute
-from cutlass.cute.nvgpu import LoadCacheMode, cpasync
+from cutlass import Boolean, Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import MbarrierArray
 
 from moe_kernels.cute.common.ring import advance
-from moe_kernels.cute.common.scheduler import CLUSTER, ExpertByExpert, row_tile
+from moe_kernels.cute.common.scheduler import CLUSTER, ExpertByExpert, RowTile, Work, row_tile
 from moe_kernels.cute.common.views import load_origin
-from moe_kernels.cute.sm90.block import CHUNK, WARPGROUP
+from moe_kernels.cute.sm90.block import CHUNK, GATHER_WARPS, LOADER_WARP
 from moe_kernels.cute.sm90.epilogue import TmaView
-from moe_kernels.cute.sm90.work_queue import WorkQueue, lookahead
+from moe_kernels.cute.sm90.gather import Pieces, TokenRing
+from moe_kernels.cute.sm90.work_queue import WorkQueue, slots_for
 from moe_kernels.cute.tiles import ELEMENT_BYTES, TILE_DEPTH, KernelForm, TileConfig
-
-_ROWS_PER_PASS = WARPGROUP * CHUNK // TILE_DEPTH
 
 
 class Operands(NamedTuple):
@@ -33,9 +32,11 @@ class Operands(NamedTuple):
 
 
 class SharedTensors(NamedTuple):
-    """A: (rows, depth, stages). B: (columns, depth, stages) for the MMA; B_box is the same memory as TMA writes it."""
+    """A: (rows, depth, stages), A_values its memory, which no swizzle moves. B: (columns, depth, stages) for the MMA;
+    B_box is the same memory as TMA writes it."""
 
     A: cute.Tensor
+    A_values: cute.Pointer
     B: cute.Tensor
     B_box: cute.Tensor
 
@@ -58,31 +59,26 @@ class Loader:
         self.column_tiles, self.halves = column_tiles, form.halves
         self.k_tiles = -(-contraction // TILE_DEPTH)
         self.tma_bytes = (tile.columns + (0 if form.gathers else tile.rows)) * TILE_DEPTH * ELEMENT_BYTES
-        self.ahead = lookahead(self.k_tiles)
+        self.gathers, self.pieces = form.gathers, Pieces(tile.rows, TILE_DEPTH)
+        self.tokens = TokenRing(batch=tile.rows, slots=2)
         self.queue = WorkQueue(
             order=ExpertByExpert(columns=column_tiles, tile_rows=tile.rows),
+            place=self.place,
             claims=tile.claims_units,
-            readers=8 + (4 if form.gathers else 1),
-            claimed_units=self.ahead.claimed_units,
-            posted_units=self.ahead.posted_units,
+            readers=8 + (GATHER_WARPS if form.gathers else 1),
+            slots=slots_for(self.k_tiles),
         )
 
+    def place(self, work: Work, rank: Int32) -> tuple:
+        """Return what the block of ``rank`` is told of a unit; ``next_tile`` reads it."""
+        tile = row_tile(work, rank, self.column_tiles, self.tile.rows)
+        return tile.expert, 2 * tile.column + Int32(tile.is_alone), tile.first_row, tile.end_row
+
     @cute.jit
-    def next_tile(self, queue, turn, warp, rank):
+    def next_tile(self, queue, turn, warp):
         """Return this block's tile of the cluster's ``turn``-th unit."""
-        return row_tile(self.queue.read(queue, turn, warp), rank, self.column_tiles, self.tile.rows)
-
-    @cute.jit
-    def _post_ahead(self, queue, cursor, number, turn, k):
-        """Post and claim what is due at stage ``k`` of the ``turn``-th unit, in this order: a post uses the last claim.
-
-        Returns the cursor and the number of the warp that posts.
-        """
-        if k == self.ahead.post_at:
-            cursor = self.queue.post(queue, cursor, number, turn + self.ahead.posted_units)
-        if k == self.ahead.claim_at:
-            number = self.queue.claim(queue, number)
-        return cursor, number
+        expert, column, first_row, end_row = self.queue.read(queue, turn, warp)
+        return RowTile(expert, column >> 1, first_row, end_row, (column & 1) != 0)
 
     def _partition_weights(self, view, sB_box, tile, rank=0, blocks=1):
         box = (self.tile.columns // self.halves, TILE_DEPTH, *[2] * (self.halves - 1))
@@ -116,11 +112,28 @@ class Loader:
         )
 
     @cute.jit
+    def schedule(self, operands, queue, tokens, warp, rank):
+        """Post the cluster's units, and fetch the tokens of its rows where they are gathered. Warp 0."""
+        turn, slot, phase = Int32(0), Int32(0), Int32(1)
+        posting = self.queue.start_posting(queue)
+        searching = Boolean(True)
+        while searching:
+            if rank == 0:
+                posting = self.queue.post(queue, posting, turn)
+            tile = self.next_tile(queue, turn, warp)
+            searching = tile.expert >= 0
+            if const_expr(self.gathers):
+                if searching:
+                    self.tokens.fill(tokens, operands.token_R, tile.first_row, tile.end_row, slot, phase)
+                    slot, phase = advance(slot, phase, self.tokens.slots)
+            turn += 1
+
+    @cute.jit
     def load(self, operands, queue, shared, barriers, warp, rank):
         """Feed the ring by TMA alone. One warp."""
         stage, phase, turn = Int32(0), Int32(1), Int32(0)
-        cursor, number = self.queue.start_posting(queue, warp, rank)
-        tile = self.next_tile(queue, turn, warp, rank)
+        self.queue.expect(queue)
+        tile = self.next_tile(queue, turn, warp)
         while tile.expert >= 0:
             dst, src = self._partition_rows(operands, shared, tile)
             for k in cutlass.range(self.k_tiles, unroll=1):
@@ -128,71 +141,45 @@ class Loader:
                 barrier = barriers.full.get_barrier(stage)
                 self._issue_weights(operands, shared, tile, k, stage, barrier, rank)
                 cute.copy(operands.rows.atom, src[None, k], dst[None, stage], tma_bar_ptr=barrier)
-                if rank == 0:
-                    cursor, number = self._post_ahead(queue, cursor, number, turn, k)
                 stage, phase = advance(stage, phase, self.tile.stages)
             turn += 1
-            tile = self.next_tile(queue, turn, warp, rank)
-        self.queue.end(queue, cursor, number, turn, warp, rank)
+            tile = self.next_tile(queue, turn, warp)
 
     @cute.jit
-    def gather(self, operands, queue, shared, barriers, tidx, warp, rank):
-        """Feed the ring, all four warps copying rows that ``token_R`` names."""
-        cache = cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL)
-        atom = cute.make_copy_atom(cache, self.dtype, num_bits_per_copy=128)
-        threads = cute.make_ordered_layout((_ROWS_PER_PASS, TILE_DEPTH // CHUNK), order=(1, 0))
-        copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, CHUNK)))
-        tAsA = copy.get_slice(tidx).partition_D(shared.A)  # ((8, 1), passes, 1, stages)
-        passes = self.tile.rows // _ROWS_PER_PASS
-        tokens = cute.make_rmem_tensor((passes,), Int32)
-        tokens_next = cute.make_rmem_tensor((passes,), Int32)
-        first_column = (tidx % (TILE_DEPTH // CHUNK)) * CHUNK
-        base = operands.rows.tensor.iterator + cute.assume(first_column, divby=CHUNK)
-        posts = warp == 0 and rank == 0
+    def gather(self, operands, queue, tokens, shared, barriers, warp, rank):
+        """Feed the ring, three warps copying the rows whose tokens warp 0 fetched."""
+        lane = cute.arch.lane_idx()
+        places = self.pieces.places(warp, lane)
+        first, column = self.pieces.first_row(warp, lane), self.pieces.chunk(lane) * CHUNK
+        base = operands.rows.tensor.iterator.toint() + column * ELEMENT_BYTES
+        addresses = cute.make_rmem_tensor((self.pieces.passes,), Int64)
         stage, phase, turn = Int32(0), Int32(1), Int32(0)
-        cursor, number = self.queue.start_posting(queue, warp, rank)
-        tile = self.next_tile(queue, turn, warp, rank)
-        self._read_indices(operands.token_R, tile, tidx, tokens_next)
+        slot, slot_phase = Int32(0), Int32(0)
+        if warp == LOADER_WARP:
+            self.queue.expect(queue)
+        tile = self.next_tile(queue, turn, warp)
         while tile.expert >= 0:
-            for i in cutlass.range_constexpr(passes):
-                tokens[i] = tokens_next[i]
-            upcoming = tile
+            tokens.full.wait(slot, slot_phase)
+            for i in cutlass.range_constexpr(self.pieces.passes):  # a row past the end has a token that is never used
+                row = cutlass.min(first + i * self.pieces.row_step, self.tile.rows - 1)
+                addresses[i] = base + Int64(tokens.tokens[row, slot]) * (self.contraction * ELEMENT_BYTES)
+            self.tokens.give_back(tokens, slot)
+            slot, slot_phase = advance(slot, slot_phase, self.tokens.slots)
+            rows = tile.end_row - tile.first_row - first
             for k in cutlass.range(self.k_tiles, unroll=1):
                 barriers.empty.wait(stage, phase)
-                if warp == 0:
+                if warp == LOADER_WARP:
                     barrier = barriers.full.get_barrier(stage)
                     self._issue_weights(operands, shared, tile, k, stage, barrier, rank)
-                for i in cutlass.range_constexpr(passes):
-                    self._copy_chunk(atom, base, tokens[i], k, first_column, tAsA[None, i, 0, stage])
+                target = shared.A_values + cute.assume(stage * (self.tile.rows * TILE_DEPTH), divby=CHUNK)
+                for i in cutlass.range_constexpr(self.pieces.passes):
+                    inside = i * self.pieces.row_step < rows
+                    if const_expr(self.contraction % TILE_DEPTH != 0):
+                        inside = inside and column + k * TILE_DEPTH < self.contraction
+                    place = target + cute.assume(self.pieces.offset(places, i), divby=CHUNK)
+                    self.pieces.copy(i, first, addresses[i], place, inside)
+                    addresses[i] += TILE_DEPTH * ELEMENT_BYTES
                 barriers.full.arrive(stage, None)
-                if posts:
-                    cursor, number = self._post_ahead(queue, cursor, number, turn, k)
-                if k == self.ahead.read_at:
-                    upcoming = self.next_tile(queue, turn + 1, warp, rank)
-                    self._read_indices(operands.token_R, upcoming, tidx, tokens_next)
                 stage, phase = advance(stage, phase, self.tile.stages)
             turn += 1
-            tile = upcoming
-        self.queue.end(queue, cursor, number, turn, warp, rank)
-
-    @cute.jit
-    def _copy_chunk(self, atom, base, token, k, column, dst):
-        """Copy 16 bytes of a token's row, or write zeros: for a row past the expert's end, or past the contraction's.
-
-        Zeros cost neither a read nor, in the tensor cores, the power that repeating a row would.
-        """
-        inside = cute.make_rmem_tensor((1,), cutlass.Boolean)
-        inside[0] = token >= 0
-        if const_expr(self.contraction % TILE_DEPTH != 0):
-            inside[0] = token >= 0 and column + k * TILE_DEPTH < self.contraction
-        offset = Int64(cutlass.max(token, 0)) * self.contraction + k * TILE_DEPTH
-        chunk = cute.make_tensor(base + cute.assume(offset, divby=CHUNK), cute.make_layout(((CHUNK, 1),)))
-        cute.copy(atom, chunk, dst, pred=inside)
-
-    @cute.jit
-    def _read_indices(self, token_R, tile, tidx, tokens):
-        """Read the tokens of this thread's rows, -1 for rows past the expert's end."""
-        if tile.expert >= 0:
-            for i in cutlass.range_constexpr(self.tile.rows // _ROWS_PER_PASS):
-                row = tile.first_row + tidx // (TILE_DEPTH // CHUNK) + _ROWS_PER_PASS * i
-                tokens[i] = token_R[row] if row < tile.end_row else Int32(-1)
+            tile = self.next_tile(queue, turn, warp)

@@ -10,8 +10,7 @@ An expert's rows end anywhere within a stage. There cp.async writes zeros on the
 without rows multiplies one stage of zeros; where the output is added to, it is passed over.
 
 A unit of work is one tile for each of the cluster's blocks, read from the cluster's queue (work_queue.py). The two
-consumer warpgroups split a tile's rows, or in ping-pong take units in turn, so that one multiplies while the other
-stores.
+consumer warpgroups split a tile's rows.
 
 Letters: mA (X, rows), mB (Y, rows), output (E, X, Y).
 """
@@ -21,7 +20,7 @@ import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings.driver import CUstream
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
-from cutlass.cute.nvgpu import LoadCacheMode, OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.pipeline import (
     Agent,
@@ -34,18 +33,19 @@ from cutlass.pipeline import (
 from cutlass.tensor_utils import LayoutEnum
 
 from moe_kernels.cute.common.longest_first import LongestFirst
-from moe_kernels.cute.common.ring import advance, next_stage, skip_by
-from moe_kernels.cute.common.scheduler import CLUSTER
+from moe_kernels.cute.common.ring import advance, next_stage
+from moe_kernels.cute.common.scheduler import CLUSTER, Work
 from moe_kernels.cute.common.views import load_origin, loads_end_at_row
-from moe_kernels.cute.sm90.block import CHUNK, PRODUCTS_TURN, THREADS, WARPGROUP
+from moe_kernels.cute.sm90.block import CHUNK, GATHER_WARPS, LOADER_WARP, THREADS, WARPGROUP
 from moe_kernels.cute.sm90.epilogue import TmaView
+from moe_kernels.cute.sm90.gather import Pieces, TokenRing
 from moe_kernels.cute.sm90.weight_grad_epilogue import WeightGradEpilogue
-from moe_kernels.cute.sm90.work_queue import FIELDS, SLOTS, WorkQueue
-from moe_kernels.cute.tiles import SHARED_MEMORY_BYTES, KernelForm, TileConfig
+from moe_kernels.cute.sm90.work_queue import WorkQueue
+from moe_kernels.cute.tiles import ELEMENT_BYTES, SHARED_MEMORY_BYTES, TILE_DEPTH, KernelForm, TileConfig
 
-# Rows of a unit still to be loaded when the next unit is claimed, and when it is posted: a claim's answer and the
-# search for its expert each take about as long as it takes to multiply so many.
-_CLAIM_AHEAD, _POST_AHEAD = 384, 192
+# Stages whose tokens are fetched ahead: as long as it takes to claim, find and post the next unit, which comes between.
+_TOKEN_SLOTS = 8
+_UNIT_SLOTS = 4  # units posted and not yet read: an expert may have a single stage
 
 
 class WeightGrad:
@@ -64,10 +64,16 @@ class WeightGrad:
         self.gathered_tile, self.packed_tile = (
             (tile.rows, tile.columns) if self.left_gathered else (tile.columns, tile.rows)
         )
-        self.row_threads = WARPGROUP * CHUNK // self.gathered_tile  # tokens that the warpgroup copies at a time
+        self.pieces = Pieces(TILE_DEPTH, self.gathered_tile)
+        self.tokens = TokenRing(batch=TILE_DEPTH, slots=_TOKEN_SLOTS)
         units = row_units * self.column_units
-        order = LongestFirst(units=units, depth=tile.depth, skips_empty=form.accumulates)
-        self.queue = WorkQueue(order=order, claims=tile.claims_units, readers=12)
+        self.queue = WorkQueue(
+            order=LongestFirst(units=units, depth=TILE_DEPTH, skips_empty=form.accumulates),
+            place=lambda work, rank: tuple(work),  # each reader finds its tile: _place
+            claims=tile.claims_units,
+            readers=8 + GATHER_WARPS,
+            slots=_UNIT_SLOTS,
+        )
         self.epilogue = WeightGradEpilogue(
             dtype=dtype, tile=tile, column_tiles=column_tiles, accumulates=form.accumulates
         )
@@ -88,7 +94,7 @@ class WeightGrad:
     ) -> None:
         """Launch on ``num_clusters`` clusters. ``counter`` (1,) holds zero, and will again."""
         tile = self.tile
-        shape = (tile.rows, tile.columns, tile.depth)
+        shape = (tile.rows, tile.columns, TILE_DEPTH)
         self.sA_layout = sm90.make_smem_layout_a(LayoutEnum.COL_MAJOR, shape, self.dtype, tile.stages)
         self.sB_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, shape, self.dtype, tile.stages)
         mma = sm90.make_trivial_tiled_mma(
@@ -102,17 +108,20 @@ class WeightGrad:
             cpasync.CopyBulkTensorTileG2SMulticastOp(),
             loads_end_at_row(packed),
             cute.slice_(packed_layout, (None, None, 0)),
-            (self.packed_tile, self.tile.depth),
+            (self.packed_tile, TILE_DEPTH),
             num_multicast=CLUSTER,
         )
         operand, epilogue = cute.struct.Align, self.epilogue
         slots, slot_barriers = self.queue.storage()
+        token_slots, token_bars = self.tokens.storage()
 
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, 2 * tile.stages]
             work_barriers: slot_barriers
             work_slots: slots
+            token_barriers: token_bars
+            tokens: token_slots
             sA: operand[cute.struct.MemRange[self.dtype, cute.cosize(self.sA_layout)], 1024]
             sB: operand[cute.struct.MemRange[self.dtype, cute.cosize(self.sB_layout)], 1024]
             sStore: operand[cute.struct.MemRange[epilogue.store_dtype, cute.cosize(epilogue.store_layout())], 1024]
@@ -161,23 +170,25 @@ class WeightGrad:
         packed_layout = sB_layout if const_expr(self.left_gathered) else sA_layout
         self.tma_bytes = cute.size_in_bytes(self.dtype, cute.slice_(packed_layout, (None, None, 0)))
         barriers = storage.barriers.data_ptr()
-        full_group = CooperativeGroup(Agent.Thread, WARPGROUP + 1)
+        full_group = CooperativeGroup(Agent.Thread, 32 * GATHER_WARPS + 1)
         full = MbarrierArray(barriers, stages, (PipelineOp.AsyncLoad, full_group), self.tma_bytes)
-        empty_group = CooperativeGroup(Agent.Thread, (4 if self.tile.ping_pong else 8) * CLUSTER)
+        empty_group = CooperativeGroup(Agent.Thread, 8 * CLUSTER)
         empty = MbarrierArray(barriers + stages, stages, (PipelineOp.AsyncThread, empty_group))
-        slots = storage.work_slots.get_tensor(cute.make_layout((FIELDS, SLOTS)))
-        work = self.queue.start(offsets_E1, counter, slots, storage.work_barriers.data_ptr())
+        queue = self.queue.start(offsets_E1, counter, storage)
+        tokens = self.tokens.start(storage)
         pipeline_init_arrive(cluster_shape_mn=(CLUSTER, 1), is_relaxed=True)
         pipeline_init_wait(cluster_shape_mn=(CLUSTER, 1))
         if group == 0:
             cute.arch.setmaxregister_decrease(self.tile.producer_registers)
-            if const_expr(self.left_gathered):
-                self._gather(gathered, packed, token_R, work, sA, sB, full, empty, tidx, warp, rank)
+            if warp == 0:
+                self._schedule(token_R, queue, tokens, warp, rank)
+            elif const_expr(self.left_gathered):
+                self._gather(gathered, packed, queue, tokens, storage.sA.data_ptr(), sB, full, empty, warp, rank)
             else:
-                self._gather(gathered, packed, token_R, work, sB, sA, full, empty, tidx, warp, rank)
+                self._gather(gathered, packed, queue, tokens, storage.sB.data_ptr(), sA, full, empty, warp, rank)
         else:
             cute.arch.setmaxregister_increase(self.tile.consumer_registers)
-            self._consume(work, views, sA, sB, sStore, mma, full, empty, tidx, warp, group, rank)
+            self._consume(queue, views, sA, sB, sStore, mma, full, empty, tidx, warp, group, rank)
         cute.arch.cluster_arrive()  # nothing may reach the shared memory of a block that has ended
         cute.arch.cluster_wait()
 
@@ -195,81 +206,90 @@ class WeightGrad:
     @cute.jit
     def _k_tiles(self, work):
         """Return how many stages a unit takes: without rows it is one, which both kinds of copies fill with zeros."""
-        return cutlass.max(cute.ceil_div(work.end_row - work.first_row, self.tile.depth), 1)
+        return cutlass.max(cute.ceil_div(work.end_row - work.first_row, TILE_DEPTH), 1)
 
     @cute.jit
-    def _gather(self, gathered, packed, token_R, queue, sGathered, sPacked, full, empty, tidx, warp, rank):
-        """Feed the ring: all four warps copy tokens' values, the first also issues TMA and posts units."""
-        posts = warp == 0 and rank == 0
-        atom = cute.make_copy_atom(
-            cpasync.CopyG2SOp(cache_mode=LoadCacheMode.GLOBAL), self.dtype, num_bits_per_copy=128
-        )
-        chunks = self.gathered_tile // CHUNK
-        threads = cute.make_ordered_layout((chunks, self.row_threads), order=(0, 1))
-        copy = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((CHUNK, 1)))
-        tGsG = copy.get_slice(tidx).partition_D(sGathered)  # ((8, 1), 1, passes, stages)
-        passes = self.tile.depth // self.row_threads
-        tokens = cute.make_rmem_tensor((passes,), Int32)
+    def _next(self, queue, turn, warp):
+        """Return the cluster's ``turn``-th unit."""
+        return Work(*self.queue.read(queue, turn, warp))
+
+    @cute.jit
+    def _schedule(self, token_R, queue, tokens, warp, rank):
+        """Post the cluster's units and fetch the tokens of their rows, stage by stage. Warp 0."""
+        turn, slot, phase = Int32(0), Int32(0), Int32(1)
+        posting = self.queue.start_posting(queue)
+        searching = Boolean(True)
+        while searching:
+            if rank == 0:
+                posting = self.queue.post(queue, posting, turn)
+            work = self._next(queue, turn, warp)
+            searching = work.expert >= 0
+            if searching:
+                row = work.first_row
+                for _ in cutlass.range(self._k_tiles(work), unroll=1):
+                    self.tokens.fill(tokens, token_R, row, work.end_row, slot, phase)
+                    row += TILE_DEPTH
+                    slot, phase = advance(slot, phase, _TOKEN_SLOTS)
+            turn += 1
+
+    @cute.jit
+    def _gather(self, gathered, packed, queue, tokens, values, sPacked, full, empty, warp, rank):
+        """Feed the ring: three warps copy tokens' values to ``values``, the first also issues TMA."""
+        lane = cute.arch.lane_idx()
+        places, first = self.pieces.places(warp, lane), self.pieces.first_row(warp, lane)
+        row_bytes, stage_values = self.gathered_width * ELEMENT_BYTES, self.gathered_tile * TILE_DEPTH
+        addresses = cute.make_rmem_tensor((self.pieces.passes,), Int64)
         both = Int32((1 << CLUSTER) - 1)
         stage, phase, turn = Int32(0), Int32(1), Int32(0)
-        cursor, number = self.queue.start_posting(queue, warp, rank)
-        work = self.queue.read(queue, turn, warp)
+        slot, slot_phase = Int32(0), Int32(0)
+        if warp == LOADER_WARP:
+            self.queue.expect(queue)
+        work = self._next(queue, turn, warp)
         while work.expert >= 0:
             row_tile, column_tile = self._place(work.unit, rank)
             gathered_at, packed_at = column_tile, row_tile
             if const_expr(self.left_gathered):
                 gathered_at, packed_at = row_tile, column_tile
-            first, end = work.first_row, work.end_row
-            k_tiles = self._k_tiles(work)
-            origin = load_origin(first, end, self.packed_width)
-            gPacked = cute.local_tile(
-                cute.domain_offset(origin, packed.tensor), (self.packed_tile, self.tile.depth), (packed_at, None, 0, 0)
-            )
-            dst, src = cpasync.tma_partition(
-                packed.atom,
-                rank,
-                cute.make_layout(CLUSTER),
-                cute.group_modes(sPacked, 0, 2),
-                cute.group_modes(gPacked, 0, 2),
-            )
-            column = gathered_at * self.gathered_tile + (tidx % chunks) * CHUNK
-            base = gathered.iterator + cute.assume(column, divby=CHUNK)
-            row = first + tidx // chunks
-            self._read_tokens(token_R, row, end, column, tokens)
-            for k in cutlass.range(k_tiles, unroll=1):
+            dst, src = self._partition_packed(packed, sPacked, work, packed_at, rank)
+            column = gathered_at * self.gathered_tile + self.pieces.chunk(lane) * CHUNK
+            base = gathered.iterator.toint() + Int64(column) * ELEMENT_BYTES
+            rows = work.end_row - work.first_row - first  # that are left from this lane's first on
+            # An odd number of tiles leaves the cluster's second block one that lies past the last column.
+            if const_expr(self.gathered_width % (CLUSTER * self.gathered_tile) != 0):
+                rows = rows if column < self.gathered_width else Int32(0)
+            for k in cutlass.range(self._k_tiles(work), unroll=1):
+                tokens.full.wait(slot, slot_phase)
+                for i in cutlass.range_constexpr(
+                    self.pieces.passes
+                ):  # a row past the end has a token that is never used
+                    row = cutlass.min(first + i * self.pieces.row_step, TILE_DEPTH - 1)
+                    addresses[i] = base + Int64(tokens.tokens[row, slot]) * row_bytes
+                self.tokens.give_back(tokens, slot)
+                slot, slot_phase = advance(slot, slot_phase, _TOKEN_SLOTS)
                 empty.wait(stage, phase)
-                if posts and k == cutlass.max(k_tiles - _CLAIM_AHEAD // self.tile.depth, 0):
-                    number = self.queue.claim(queue, number)
-                if warp == 0:
+                if warp == LOADER_WARP:
                     barrier = full.get_barrier(stage)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tma_bytes)
                     cute.copy(packed.atom, src[None, k], dst[None, stage], tma_bar_ptr=barrier, mcast_mask=both)
-                for i in cutlass.range_constexpr(passes):
-                    inside = cute.make_rmem_tensor((1,), Boolean)
-                    inside[0] = tokens[i] >= 0
-                    offset = Int64(cutlass.max(tokens[i], 0)) * self.gathered_width
-                    chunk = cute.make_tensor(base + cute.assume(offset, divby=CHUNK), cute.make_layout(((CHUNK, 1),)))
-                    cute.copy(atom, chunk, tGsG[None, 0, i, stage], pred=inside)
+                target = values + cute.assume(stage * stage_values, divby=CHUNK)
+                for i in cutlass.range_constexpr(self.pieces.passes):
+                    inside = i * self.pieces.row_step < rows
+                    place = target + cute.assume(self.pieces.offset(places, i), divby=CHUNK)
+                    self.pieces.copy(i, first, addresses[i], place, inside)
                 full.arrive(stage, None)
-                if posts and k == cutlass.max(k_tiles - _POST_AHEAD // self.tile.depth, 0):
-                    cursor = self.queue.post(queue, cursor, number, turn + 1)
-                row += self.tile.depth
-                self._read_tokens(token_R, row, end, column, tokens)  # in flight while the next stage is awaited
+                rows -= TILE_DEPTH
                 stage, phase = advance(stage, phase, self.tile.stages)
             turn += 1
-            work = self.queue.read(queue, turn, warp)
+            work = self._next(queue, turn, warp)
 
-    @cute.jit
-    def _read_tokens(self, token_R, first_row, end, column, tokens):
-        """Read the tokens of this thread's rows of a stage; -1 where it must write zeros."""
-        for i in cutlass.range_constexpr(self.tile.depth // self.row_threads):
-            row = first_row + i * self.row_threads
-            token = token_R[row] if row < end else Int32(-1)
-            # An odd number of tiles leaves the cluster's second block one that lies past the last column.
-            if const_expr(self.gathered_width % (CLUSTER * self.gathered_tile) != 0):
-                token = token if column < self.gathered_width else Int32(-1)
-            tokens[i] = token
+    def _partition_packed(self, packed, sPacked, work, packed_at, rank):
+        origin = load_origin(work.first_row, work.end_row, self.packed_width)
+        gPacked = cute.local_tile(
+            cute.domain_offset(origin, packed.tensor), (self.packed_tile, TILE_DEPTH), (packed_at, None, 0, 0)
+        )
+        shared, memory = cute.group_modes(sPacked, 0, 2), cute.group_modes(gPacked, 0, 2)
+        return cpasync.tma_partition(packed.atom, rank, cute.make_layout(CLUSTER), shared, memory)
 
     @cute.jit
     def _consume(self, queue, views, sA, sB, sStore, mma, full, empty, tidx, warp, group, rank):
@@ -278,29 +298,18 @@ class WeightGrad:
         consumer = group - 1
         in_group = tidx % WARPGROUP
         lane = tidx % 32
-        row_offset, my_A = Int32(0), sA
-        if const_expr(not tile.ping_pong):
-            row_offset = consumer * tile.warpgroup_rows
-            my_A = cute.local_tile(sA, (tile.warpgroup_rows, tile.depth), (consumer, 0, None))
+        row_offset = consumer * tile.warpgroup_rows
+        my_A = cute.local_tile(sA, (tile.warpgroup_rows, TILE_DEPTH), (consumer, 0, None))
         tCrA = mma.make_fragment_A(mma.get_slice(0).partition_A(my_A))
         tCrB = mma.make_fragment_B(mma.get_slice(0).partition_B(sB))
         acc_shape = mma.get_slice(in_group).partition_shape_C((tile.warpgroup_rows, tile.columns))
         acc = cute.make_rmem_tensor(acc_shape, Float32)
         state = self.epilogue.start(views, sStore, sStore, mma, None, in_group, warp, consumer)
         stage, phase, turn = Int32(0), Int32(0), Int32(0)
-        if const_expr(tile.ping_pong):
-            if consumer == 1:  # before it asks for its own unit, which is posted only while the other multiplies
-                cute.arch.barrier_arrive(barrier_id=PRODUCTS_TURN, number_of_threads=2 * WARPGROUP)
-                self.epilogue.give_turn(consumer)
-        work = self.queue.read(queue, turn, warp)
-        if const_expr(tile.ping_pong):
-            if consumer == 1:
-                stage, phase, turn, work = self._pass_over(queue, work, turn, stage, phase, warp)
+        work = self._next(queue, turn, warp)
         released = stage
         while work.expert >= 0:
             row_tile, column_tile = self._place(work.unit, rank)
-            if const_expr(tile.ping_pong):
-                cute.arch.barrier(barrier_id=PRODUCTS_TURN + consumer, number_of_threads=2 * WARPGROUP)
             mma.set(warpgroup.Field.ACCUMULATE, False)
             for k in cutlass.range(self._k_tiles(work), unroll=1):
                 full.wait(stage, phase)
@@ -316,26 +325,12 @@ class WeightGrad:
                     if lane < CLUSTER:
                         empty.arrive(released, lane)
                     released = next_stage(released, stages)
-            if const_expr(tile.ping_pong):
-                cute.arch.barrier_arrive(barrier_id=PRODUCTS_TURN + 1 - consumer, number_of_threads=2 * WARPGROUP)
             warpgroup.wait_group(0)
             if lane < CLUSTER:
                 empty.arrive(released, lane)
+            released = stage
             first_row = row_tile * tile.rows + row_offset
             self.epilogue.finish_tile(state, acc, first_row, work.expert, column_tile)
             turn += 1
-            work = self.queue.read(queue, turn, warp)
-            if const_expr(tile.ping_pong):
-                stage, phase, turn, work = self._pass_over(queue, work, turn, stage, phase, warp)
-            released = stage
+            work = self._next(queue, turn, warp)
         self.epilogue.end(state)
-
-    @cute.jit
-    def _pass_over(self, queue, others, turn, stage, phase, warp):
-        """Return the ring's place behind a unit that is the other warpgroup's, and the unit after it with its turn."""
-        stage, phase = skip_by(stage, phase, self._k_tiles(others), self.tile.stages)
-        work = others
-        if others.expert >= 0:  # else it says that nothing follows, and is the last to be read
-            turn += 1
-            work = self.queue.read(queue, turn, warp)
-        return stage, phase, turn, work

@@ -44,9 +44,7 @@ def different_code():
     first_of_tile = {(form, json.dumps(tile)): [form, *rest, tile] for form, *rest, tile in reversed(table_kernels())}
     tails = [ruled(form, 200, 200) for form in KernelForm]
     schedules = [
-        scheduled(form, schedule)
-        for form in (KernelForm.weight_grad_left, KernelForm.weight_grad_right)
-        for schedule in ("a tile stored at once", "ping-pong")
+        scheduled(form, "a tile stored at once") for form in (KernelForm.weight_grad_left, KernelForm.weight_grad_right)
     ]
     by_number = [dealt(KernelForm.down_backward, 2048, 1024), dealt(KernelForm.rows_matmul_n_major, 2048, 2048)]
     short_last_tile = ruled(KernelForm.up, 2048, 1024)

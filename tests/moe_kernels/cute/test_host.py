@@ -15,14 +15,18 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl (pip install 'gr
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils.hopper_helpers import make_smem_layout_a
 
 from moe_kernels.cute.common import scheduler
 from moe_kernels.cute.common.longest_first import Cursor, look, nth_member
-from moe_kernels.cute.common.ring import advance, next_stage, skip, skip_by
+from moe_kernels.cute.common.ring import advance, next_stage, skip
 from moe_kernels.cute.common.scheduler import CLUSTER, ExpertByExpert, place_unit, units_of
 from moe_kernels.cute.common.swiglu import swiglu_backward_point, swiglu_point
 from moe_kernels.cute.common.views import load_origin, store_origin
-from moe_kernels.cute.sm90.work_queue import SLOTS, lookahead
+from moe_kernels.cute.sm90.block import CHUNK, GATHER_WARPS, LOADER_WARP
+from moe_kernels.cute.sm90.gather import Pieces
+from moe_kernels.cute.tiles import ELEMENT_BYTES, TILE_DEPTH
 
 TILE_ROWS = 128
 
@@ -75,20 +79,16 @@ def test_units_cover_every_tile_of_an_expert_once_and_no_tile_of_padding(columns
 
 @pytest.mark.parametrize(("stages", "count"), [(4, 1), (4, 24), (5, 4), (5, 24), (6, 7)])
 def test_a_ring_skipped_is_a_ring_walked(stages, count):
-    out = torch.full((20, 7), -1, dtype=torch.int32)
+    out = torch.full((20, 5), -1, dtype=torch.int32)
 
     @cute.jit
     def program(out: cute.Tensor):
         stage, phase, skipped, skipped_phase = Int32(0), Int32(0), Int32(0), Int32(0)
-        by_number, by_number_phase = Int32(0), Int32(0)
         for i in cutlass.range(20):
             for _ in cutlass.range(count):
                 out[i, 4] = next_stage(stage, stages)
                 stage, phase = advance(stage, phase, stages)
             skipped, skipped_phase = skip(skipped, skipped_phase, count, stages)
-            by_number, by_number_phase = skip_by(by_number, by_number_phase, Int32(count), stages)
-            out[i, 5] = by_number
-            out[i, 6] = by_number_phase
             out[i, 0] = stage
             out[i, 1] = phase
             out[i, 2] = skipped
@@ -97,7 +97,7 @@ def test_a_ring_skipped_is_a_ring_walked(stages, count):
     run(program, out)
     for i, row in enumerate(out.tolist()):
         turns, stage = divmod((i + 1) * count, stages)
-        assert row == [stage, turns % 2, stage, turns % 2, stage, stage, turns % 2]
+        assert row == [stage, turns % 2, stage, turns % 2, stage]
 
 
 def test_swiglu_and_its_gradients_are_torchs_to_the_hardware_tanhs_error():
@@ -226,26 +226,34 @@ def test_a_warp_finds_units_expert_by_expert_and_behind_the_last_how_many_there_
     assert (found[len(numbered) :, 4] == len(expected)).all()
 
 
-@pytest.mark.parametrize("k_tiles", [*range(1, 30), 64, 112])
-def test_units_are_claimed_before_they_are_posted_and_posted_before_they_are_read(k_tiles):
-    ahead = lookahead(k_tiles)
-    assert 1 <= ahead.posted_units <= ahead.claimed_units <= ahead.posted_units + 1 < SLOTS
-    assert all(0 <= at < k_tiles for at in (ahead.claim_at, ahead.post_at, ahead.read_at))
-    claimed, posted, read = ahead.claimed_units, ahead.posted_units, 1  # before the first unit's loads
-    for turn in range(20):
-        for k in range(k_tiles):  # in the order of GroupedGemm._post_ahead and of what follows it
-            if k == ahead.post_at:
-                assert turn + ahead.posted_units == posted
-                assert claimed - posted == 1, "a post takes the last number claimed"
-                posted += 1
-            if k == ahead.claim_at:
-                assert turn + ahead.claimed_units == claimed
-                claimed += 1
-            if k == ahead.read_at:
-                assert turn + 1 == read
-                assert posted > read
-                assert posted - read <= SLOTS - 2, "its slot is one that consumers left two units ago"
-                read += 1
+@pytest.mark.parametrize(("rows", "width"), [(128, 64), (64, 64), (64, 128), (64, 256)])
+def test_warps_copy_every_chunk_of_a_stage_once_to_where_the_products_read_it(rows, width):
+    pieces = Pieces(rows, width)
+    across = width > TILE_DEPTH or rows == TILE_DEPTH  # the operand of a weight gradient
+    expected = torch.full((rows, width // CHUNK), -1, dtype=torch.int32)
+    actual = torch.full((GATHER_WARPS, 32, pieces.passes, 3), -1, dtype=torch.int32)
+
+    @cute.jit
+    def program(expected: cute.Tensor, actual: cute.Tensor):
+        shape = (width, 128, rows) if across else (rows, 128, width)
+        order = LayoutEnum.COL_MAJOR if across else LayoutEnum.ROW_MAJOR
+        layout = make_smem_layout_a(order, shape, cutlass.BFloat16, 1).outer
+        for row in cutlass.range(rows):
+            for chunk in cutlass.range(width // CHUNK):
+                at = (chunk * CHUNK, row, 0) if across else (row, chunk * CHUNK, 0)
+                byte = ELEMENT_BYTES * Int32(cute.crd2idx(at, layout))
+                expected[row, chunk] = (byte ^ (((byte >> 7) & 7) << 4)) // ELEMENT_BYTES  # the 128-byte swizzle
+        for warp in cutlass.range(GATHER_WARPS):
+            for lane in cutlass.range(32):
+                places = pieces.places(warp + LOADER_WARP, lane)
+                for i in cutlass.range_constexpr(pieces.passes):
+                    actual[warp, lane, i, 0] = pieces.first_row(warp + LOADER_WARP, lane) + i * pieces.row_step
+                    actual[warp, lane, i, 1] = pieces.chunk(lane)
+                    actual[warp, lane, i, 2] = pieces.offset(places, i)
+
+    run(program, expected, actual)
+    copied = [tuple(copy) for copy in actual.flatten(0, 2).tolist() if copy[0] < rows]
+    assert sorted(copied) == [(r, c, int(expected[r, c])) for r in range(rows) for c in range(width // CHUNK)]
 
 
 def test_fp32_accumulators_reach_their_places():
