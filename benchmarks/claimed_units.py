@@ -70,7 +70,7 @@ def measure(form: KernelForm, shape_name: str, layer: Layer, holder: Holder) -> 
         name: CuteSm90Backend(choose=lambda *widths, claims=claims: replace(choose_tile(*widths), claims_units=claims))
         for name, claims in (("claimed", True), ("dealt", False))
     }
-    steps = {name: make_step(form, backend, SHAPES[shape_name], layer)[0] for name, backend in backends.items()}
+    steps = {name: make_step(form, backend, SHAPES[shape_name], layer) for name, backend in backends.items()}
     used = layer.used if not form.is_weight_grad else None
     claimed, dealt = (step()[:used] for step in steps.values())
     assert torch.equal(claimed, dealt), f"{form.value} on {shape_name}: claimed and dealt units give different bits"

@@ -10,7 +10,9 @@ with the first one's before its time counts. The table keeps the entries of othe
 import argparse
 import json
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from benchmarks.moe_layer import Layer, make_layer
 from benchmarks.shapes import SHAPES, MoEShape
 from benchmarks.timing import in_turns, new_record, write_record
+from moe_kernels.cute.compile import KernelCache, KernelKey, default_cache_folder
 from moe_kernels.cute.ops import CuteSm90Backend
 from moe_kernels.cute.tiles import TABLE, KernelForm, TileConfig, rows_bucket, rule_for, table_entries, why_invalid
 from moe_kernels.side import GatheredSide
@@ -32,38 +35,33 @@ LOAD = {"producer_registers": 40, "consumer_registers": 232}
 def candidates(form: KernelForm) -> list[TileConfig]:
     """Return the tiles worth measuring for ``form``: what compiled without spills and won somewhere, and its like."""
     rule = rule_for(form, contraction=0, columns=0)
-    wide = {"columns": 256, "ping_pong": False, "stages": 4}
+    wide = {"columns": 256, "ping_pong": False}
     match form:
         case KernelForm.up | KernelForm.up_inference:
+            in_turn = TileConfig(columns=192, ping_pong=True, stages=5, store_columns=32, store_sets=1, **GATHER)
             tiles = [
-                TileConfig(**wide, store_columns=32, store_sets=1, **GATHER),
-                TileConfig(columns=192, ping_pong=True, stages=5, store_columns=32, store_sets=1, **GATHER),
-                TileConfig(columns=128, ping_pong=True, stages=6, store_columns=32, store_sets=1, **GATHER),
+                TileConfig(**wide, stages=4, store_columns=32, store_sets=1, **GATHER),
+                in_turn,
+                replace(in_turn, cuts_last_column=True),
+                replace(in_turn, columns=128, stages=6),
             ]
         case KernelForm.rows_matmul_k_major | KernelForm.rows_matmul_n_major:
-            tiles = [
-                TileConfig(**wide, store_columns=64, store_sets=1, **LOAD),
-                *(
-                    TileConfig(columns=192, ping_pong=True, stages=n, store_columns=64, store_sets=1, **LOAD)
-                    for n in (4, 5)
-                ),
-            ]
+            in_turn = TileConfig(columns=192, ping_pong=True, stages=5, store_columns=64, store_sets=1, **LOAD)
+            tiles = [in_turn, replace(in_turn, stages=4), replace(in_turn, cuts_last_column=True)]
         case KernelForm.down_backward:
             tiles = [
                 rule,
-                replace(rule, columns=256, ping_pong=False, stages=3),
-                replace(rule, store_rows=64, stages=6),
+                replace(rule, load_stages=2, own_slots=True),
+                replace(rule, **wide, stages=3, load_stages=2, store_rows=None),
+                replace(rule, columns=192, load_stages=2, **LOAD),
             ]
         case _:  # weight gradients
             tiles = [rule, replace(rule, store_columns=32, store_sets=2)]
-    tiles.append(replace(rule, claims_units=False))
     return [tile for tile in dict.fromkeys(tiles) if why_invalid(form, tile, ARCH) is None]
 
 
-def make_step(
-    form: KernelForm, backend: CuteSm90Backend, shape: MoEShape, layer: Layer
-) -> tuple[Callable[[], Tensor], int, int]:
-    """Return a call of ``form`` whose result is its first output, and its contraction and columns."""
+def make_step(form: KernelForm, backend: CuteSm90Backend, shape: MoEShape, layer: Layer) -> Callable[[], Tensor]:
+    """Return a call of ``form`` whose result is its first output."""
     D, N = shape.D, shape.N
     plan, x, dout = layer.plan, layer.x_TD, layer.dout_TD
     generator = torch.Generator("cuda").manual_seed(2)
@@ -73,26 +71,56 @@ def make_step(
 
     match form:
         case KernelForm.up:
-            return lambda: backend.up(x, layer.w_gate_up, plan)[0], D, N
+            return lambda: backend.up(x, layer.w_gate_up, plan)[0]
         case KernelForm.up_inference:
-            return lambda: backend.up_inference(x, layer.w_gate_up, plan), D, N
+            return lambda: backend.up_inference(x, layer.w_gate_up, plan)
         case KernelForm.rows_matmul_k_major:
             a_RN = rows(N)
-            return lambda: backend.rows_matmul(a_RN, layer.w_down.transpose(1, 2), plan), N, D
+            return lambda: backend.rows_matmul(a_RN, layer.w_down.transpose(1, 2), plan)
         case KernelForm.rows_matmul_n_major:
             dh_R2N = rows(2 * N)
-            return lambda: backend.rows_matmul(dh_R2N, layer.w_gate_up, plan), 2 * N, D
+            return lambda: backend.rows_matmul(dh_R2N, layer.w_gate_up, plan)
         case KernelForm.down_backward:
             h_R2N, score_R = rows(2 * N), torch.rand(plan.R, device="cuda", generator=generator)
-            return lambda: backend.down_backward(dout, h_R2N, layer.w_down, score_R, plan).dh_R2N, D, N
+            return lambda: backend.down_backward(dout, h_R2N, layer.w_down, score_R, plan).dh_R2N
         case KernelForm.weight_grad_left | KernelForm.weight_grad_left_into:
             a_RN = rows(N)
             total = torch.zeros(shape.E, D, N, device="cuda") if form.accumulates else None
-            return lambda: backend.weight_grad(dout, a_RN, plan, gathered=GatheredSide.left, into=total), D, N
+            return lambda: backend.weight_grad(dout, a_RN, plan, gathered=GatheredSide.left, into=total)
         case KernelForm.weight_grad_right | KernelForm.weight_grad_right_into:
             dh_R2N = rows(2 * N)
             total = torch.zeros(shape.E, 2 * N, D, device="cuda") if form.accumulates else None
-            return lambda: backend.weight_grad(dh_R2N, x, plan, gathered=GatheredSide.right, into=total), 2 * N, D
+            return lambda: backend.weight_grad(dh_R2N, x, plan, gathered=GatheredSide.right, into=total)
+
+
+def compile_ahead(shape_names: list[str], forms: list[KernelForm]) -> None:
+    """Compile all candidates into the cache on disk, in as many processes as there are cores."""
+    keys = [
+        KernelKey(form=form, contraction=X, columns=Y, dtype=torch.bfloat16, arch=ARCH, tile=tile)
+        for name in shape_names
+        for form in forms
+        for X, Y in [widths(form, SHAPES[name])]
+        for tile in candidates(form)
+    ]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as processes:
+        list(processes.map(_compile, dict.fromkeys(keys)))
+
+
+def _compile(key: KernelKey) -> None:
+    KernelCache(default_cache_folder()).get(key)
+
+
+def widths(form: KernelForm, shape: MoEShape) -> tuple[int, int]:
+    """Return the contraction and the columns of ``form`` in a layer of ``shape``; rows' and columns' widths in a weight
+    gradient."""
+    D, N = shape.D, shape.N
+    match form:
+        case KernelForm.rows_matmul_k_major:
+            return N, D
+        case KernelForm.rows_matmul_n_major | KernelForm.weight_grad_right | KernelForm.weight_grad_right_into:
+            return 2 * N, D
+        case _:
+            return D, N
 
 
 def measure(form: KernelForm, shape_name: str, layer: Layer) -> list[dict]:
@@ -101,13 +129,14 @@ def measure(form: KernelForm, shape_name: str, layer: Layer) -> list[dict]:
     steps: list[tuple[TileConfig, Callable[[], Tensor]]] = []
     expected = None
     for tile in candidates(form):
-        step, contraction, columns = make_step(form, CuteSm90Backend(choose=lambda *_, t=tile: t), shape, layer)
+        step = make_step(form, CuteSm90Backend(choose=lambda *_, t=tile: t), shape, layer)
         result = step()
         if expected is None:
             expected = result.float()
         error = ((result.float() - expected).norm() / expected.norm()).item()
         assert error < 4e-3, f"{form.value} on {shape_name}: {tile} differs from the first candidate by {error:.1e}"
         steps.append((tile, step))
+    contraction, columns = widths(form, shape)
     times = in_turns({str(index): step for index, (_, step) in enumerate(steps)}, ROUNDS, ROUND_MS)
     entries = [
         {
@@ -136,11 +165,13 @@ def main() -> None:
     parser.add_argument("--forms", default=",".join(form.value for form in KernelForm))
     parser.add_argument("--json", type=Path, required=True, help="write every measurement here")
     arguments = parser.parse_args()
+    shape_names, forms = arguments.shapes.split(","), [KernelForm(name) for name in arguments.forms.split(",")]
+    compile_ahead(shape_names, forms)
     record = new_record(entries=[])
     winners = {_question(entry): entry for entry in table_entries()}
-    for shape_name in arguments.shapes.split(","):
+    for shape_name in shape_names:
         layer = make_layer(SHAPES[shape_name], "uniform", seed=1)
-        for form in map(KernelForm, arguments.forms.split(",")):
+        for form in forms:
             entries = measure(form, shape_name, layer)
             record["entries"] += entries
             winners[_question(entries[0])] = entries[0]

@@ -122,14 +122,6 @@ class ExpertByExpert:
 
 
 @cute.jit
-def row_tile(work: Work, rank: Int32, columns: cutlass.Constexpr, tile_rows: cutlass.Constexpr) -> RowTile:
-    """Return the tile of ``work`` for the CTA ``rank``."""
-    place = place_unit(work.unit, work.end_row - work.first_row, rank, columns, tile_rows)
-    first_row = work.first_row + place.row_tile * tile_rows
-    return RowTile(work.expert, place.column, first_row, work.end_row, place.is_alone)
-
-
-@cute.jit
 def _sum_to_lane(value: Int32, lane: Int32) -> Int32:
     """Return the sum of ``value`` over the lanes up to and including this one."""
     for step in cutlass.range_constexpr(5):

@@ -13,13 +13,16 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import MbarrierArray
 
 from moe_kernels.cute.common.ring import advance
-from moe_kernels.cute.common.scheduler import CLUSTER, ExpertByExpert, RowTile, Work, row_tile
+from moe_kernels.cute.common.scheduler import CLUSTER, ExpertByExpert, RowTile, Work, place_unit
 from moe_kernels.cute.common.views import load_origin
 from moe_kernels.cute.sm90.block import CHUNK, GATHER_WARPS, LOADER_WARP
 from moe_kernels.cute.sm90.epilogue import TmaView
 from moe_kernels.cute.sm90.gather import Pieces, TokenRing
 from moe_kernels.cute.sm90.work_queue import WorkQueue, slots_for
 from moe_kernels.cute.tiles import ELEMENT_BYTES, TILE_DEPTH, KernelForm, TileConfig
+
+_LAST_COLUMN = 255  # of column tiles, as they are written between a row tile and a bit
+_ROW_SHIFT = 9
 
 
 class Operands(NamedTuple):
@@ -56,6 +59,7 @@ class Loader:
         self, form: KernelForm, *, contraction: int, column_tiles: int, dtype: type[cutlass.Numeric], tile: TileConfig
     ) -> None:
         self.tile, self.dtype, self.contraction = tile, dtype, contraction
+        assert column_tiles < _LAST_COLUMN
         self.column_tiles, self.halves = column_tiles, form.halves
         self.k_tiles = -(-contraction // TILE_DEPTH)
         self.tma_bytes = (tile.columns + (0 if form.gathers else tile.rows)) * TILE_DEPTH * ELEMENT_BYTES
@@ -71,14 +75,21 @@ class Loader:
 
     def place(self, work: Work, rank: Int32) -> tuple:
         """Return what the block of ``rank`` is told of a unit; ``next_tile`` reads it."""
-        tile = row_tile(work, rank, self.column_tiles, self.tile.rows)
-        return tile.expert, 2 * tile.column + Int32(tile.is_alone), tile.first_row, tile.end_row
+        at = place_unit(work.unit, work.end_row - work.first_row, rank, self.column_tiles, self.tile.rows)
+        place = (at.row_tile << _ROW_SHIFT) + (at.column << 1) + Int32(at.is_alone)
+        return work.expert, place, work.first_row, work.end_row
 
     @cute.jit
     def next_tile(self, queue, turn, warp):
-        """Return this block's tile of the cluster's ``turn``-th unit."""
-        expert, column, first_row, end_row = self.queue.read(queue, turn, warp)
-        return RowTile(expert, column >> 1, first_row, end_row, (column & 1) != 0)
+        """Return this block's tile of the cluster's ``turn``-th unit.
+
+        What comes out of shared memory is the same for all lanes, but ptxas only believes it of what is calculated from
+        it; of coordinates that it does not believe it of, each TMA instruction becomes a loop over the lanes.
+        """
+        expert, place, first_row, end_row = self.queue.read(queue, turn, warp)
+        column = (place >> 1) & _LAST_COLUMN
+        first_row += (place >> _ROW_SHIFT) * self.tile.rows
+        return RowTile(expert, column, first_row, end_row, (place & 1) != 0)
 
     def _partition_weights(self, view, sB_box, tile, rank=0, blocks=1):
         box = (self.tile.columns // self.halves, TILE_DEPTH, *[2] * (self.halves - 1))

@@ -16,6 +16,7 @@ _FRAME_SIZE = 0x11  # EIATTR_FRAME_SIZE: (symbol, bytes of local memory)
 _SIZED_VALUE = 4  # EIFMT_SVAL
 # Hopper's machine code: 128-bit instructions, whose lowest 12 bits are the opcode. WARPGROUP is one for two.
 _PRODUCT, _WARPGROUP, _IS_WAIT = 0x9F0, 0x9C5, 1 << 47
+_BRANCH, _WHILE_ANY_LANE = 0x947, 1 << 20  # the second in the upper half
 
 
 def sections(cubin: bytes, prefix: bytes) -> list[bytes]:
@@ -60,6 +61,16 @@ def chains_per_product(cubin: bytes) -> float:
     assert products > 0
     assert chains > 0
     return chains / products
+
+
+def loops_over_lanes(cubin: bytes) -> int:
+    """Return how many instructions of the machine code are repeated for each lane that has other operands.
+
+    TMA takes its coordinates from uniform registers. Where ptxas cannot tell that all lanes have the same, it says
+    nothing and puts such a loop around each copy: in an epilogue that is a good part of its time.
+    """
+    text = [pair for text in sections(cubin, b".text.") for pair in struct.iter_unpack("<QQ", text)]
+    return sum(low & 0xFFF == _BRANCH and bool(high & _WHILE_ANY_LANE) for low, high in text)
 
 
 def keeps_its_sums(ptx: str) -> bool:
@@ -107,6 +118,7 @@ def main() -> None:
                 "keeps_its_sums": keeps_its_sums(ptx),
                 "frame_bytes": frame_bytes(kernel.__cubin__),
                 "chains_per_product": chains_per_product(kernel.__cubin__),
+                "loops_over_lanes": loops_over_lanes(kernel.__cubin__),
             }
             print(json.dumps(report), flush=True)
 
