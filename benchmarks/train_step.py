@@ -5,7 +5,8 @@
 
 Every shape, routing, backend and checkpointing takes ``--warm-up`` steps, in which it compiles, and ``--steps`` timed
 ones in windows of ``--window``; the host waits for the device at the end of a window only, and the median window is
-reported. Then two steps are profiled for the split of their time. Weights are drawn on the device; text is prepared
+reported. When all rows are timed, each is built again and two of its steps are profiled for the split of their time:
+a profiler that has once run makes every launch of its process slower. Weights are drawn on the device; text is prepared
 text (``python -m data.prepare``) unless ``--random-tokens`` says otherwise. MFU counts model FLOPs (model/counting.py)
 against the card's dense bf16 peak: ``causal`` the half of attention's scores that the mask keeps, ``full`` all of them.
 """
@@ -98,7 +99,7 @@ def measure(steps: Steps, arguments: argparse.Namespace, *, start_s: float) -> d
     compiled_later = count_compilations(steps.backend)
     step_s = statistics.median(windows_s)
     tokens_per_s = steps.tokens / step_s
-    row: dict[str, Any] = {
+    return {
         "step_s": step_s,
         "window_step_s": windows_s,
         "tokens_per_s_per_gpu": tokens_per_s / world.size,
@@ -110,9 +111,6 @@ def measure(steps: Steps, arguments: argparse.Namespace, *, start_s: float) -> d
         "compiled_while_timed": {name: compiled_later[name] - number for name, number in compiled.items()},
         "losses": torch.stack(losses).tolist(),
     }
-    if arguments.profile:
-        row["time"] = _split(steps, arguments.traces)
-    return row
 
 
 def _mfu(config: RunConfig, tokens_per_s: float, device: torch.device) -> dict[str, float | None]:
@@ -208,15 +206,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     world = open_world(DeviceName.auto)
     record = new_record(arguments={name: str(value) for name, value in vars(arguments).items()}, rows=[])
     lists = (arguments.shapes, arguments.routing, arguments.backends, arguments.checkpointing)
-    for names in product(*(names.split(",") for names in lists)):
+    choices = [Choice(*names) for names in product(*(names.split(",") for names in lists))]
+    for choice in choices:
         with leaving_with_a_message():
-            row = _row(arguments, Choice(*names), world)
+            row = _row(arguments, choice, world)
         if world.is_first:
             record["rows"].append(row)
             print(describe(row), flush=True)
             write_record(record, arguments.json)
+    for number, choice in enumerate(choices if arguments.profile else []):
+        with leaving_with_a_message():
+            time_split = _profile(arguments, choice, world)
+        if world.is_first:
+            record["rows"][number]["time"] = time_split
+            write_record(record, arguments.json)
     world.close()
     return 0
+
+
+def _profile(arguments: argparse.Namespace, choice: Choice, world: World) -> dict[str, Any] | None:
+    config = run_config(arguments, choice, world)
+    steps = Steps(config, world, draws_on_device=True, random_tokens=arguments.random_tokens)
+    for _ in range(arguments.warm_up):
+        steps.take()
+    hide_objects()
+    if world.is_first:
+        print(f"{choice.shape} {choice.routing} {choice.backend} {choice.checkpointing}", flush=True)
+    time_split = _split(steps, arguments.traces)
+    steps.close()
+    return time_split
 
 
 def _row(arguments: argparse.Namespace, choice: Choice, world: World) -> dict[str, Any]:
