@@ -6,8 +6,9 @@ one for the embedding, one for the final norm with the head; where embedding and
 The loss is already divided by the valid tokens of all processes, so gradients are summed over them, not averaged.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from math import ceil
 from typing import Any
 
@@ -22,8 +23,10 @@ from model.decoder import Decoder
 from model.moe import MoE
 from training.compilations import require_compiler
 from training.config import ActivationCheckpointing, ParallelConfig, Precision
+from training.copy_in import copy_in
 from training.world import World
 
+_COPIES = torch.library.Library("fsdp", "IMPL")
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 # What is kept, by name because not every build of torch has every attention operator: attention and the MoE op are the
 # most expensive parts of a block, and the MoE op keeps x, h and the scores anyway.
@@ -187,6 +190,7 @@ def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: to
     )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     shards = mesh["shard"].size()
+    copy_gradients_by_rows(mesh.device_type)
     blocks, size = list(model.blocks), config.blocks_per_unit
     units = [blocks[start : start + size] for start in range(0, len(blocks), size)]
     for unit in units:
@@ -208,6 +212,22 @@ def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: to
             # Without it gloo is asked for a scaled sum, which it does not have.
             module.set_force_sum_reduction_for_comms(True)
     _prefetch([unit[0] for unit in units], ceil(config.prefetch_blocks / size))
+
+
+@cache
+def copy_gradients_by_rows(device_type: str) -> bool:
+    """Let FSDP fill its reduce-scatters by ``copy_in`` in this process; return whether this torch's FSDP would.
+
+    There is no public way to say so. The operator that FSDP calls is replaced if it is the one that is known.
+    """
+    operator = getattr(torch.ops.fsdp, "chunk_cat", None)
+    known = "fsdp::chunk_cat(Tensor[] tensors, int dim, int num_chunks, *, Tensor(a!) out) -> ()"
+    if operator is None or str(operator.default._schema) != known:
+        return False
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
+        _COPIES.impl("chunk_cat", copy_in, device_type.upper())
+    return True
 
 
 def _prefetch(firsts: list[Any], num_ahead: int) -> None:
