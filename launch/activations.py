@@ -18,7 +18,7 @@ from training.config import ActivationCheckpointing, Precision, RunConfig
 
 _FP32 = 4
 _INT32 = 4
-_DSCORE_COLUMNS = 128  # columns of a tile in down_backward, each of which leaves a part of dscore
+_DSCORE_COLUMNS = 128  # of the narrowest tiles in down_backward: each column of tiles leaves a part of dscore
 
 
 @dataclass(frozen=True, kw_only=True)
