@@ -1,0 +1,117 @@
+"""A step on two GPUs is the step on one: NCCL, parameters sharded and gathered in bf16, the Hopper kernels inside."""
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch.nn.attention import SDPBackend
+
+import model.attend
+from data.batch import Batch
+from model.config import AttentionConfig, ModelConfig, MoEConfig, RoutingConfig
+from model.decoder import Decoder
+from model.moe import moe_problem
+from moe_kernels import BackendName, RoutingKind, resolve_backend
+from tests.training.test_distributed import error, free_port, whole
+from training.config import ActivationCheckpointing, DeviceName, OptimConfig, ParallelConfig, Precision, TrainConfig
+from training.optim import build_optimizer
+from training.parallel import build_parallel
+from training.step import MicroBatch, StepInput, train_step
+from training.world import open_world
+
+SEQUENCES, POSITIONS, VOCABULARY, MICRO_BATCHES = 4, 256, 512, 4
+# Sums of four fp32 numbers in another order, of which each rounding is 2^-24.
+TOLERANCE = 1e-6
+CASES = [
+    (RoutingKind.top_k, ActivationCheckpointing.none, False),
+    (RoutingKind.token_rounding, ActivationCheckpointing.selective, False),
+    (RoutingKind.token_rounding, ActivationCheckpointing.selective, True),
+]
+
+
+def micro_batch(number: int, device: torch.device) -> MicroBatch:
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(VOCABULARY, (SEQUENCES, POSITIONS + 1), generator=generator)
+    batch = Batch(ids[:, :-1], ids[:, 1:], torch.zeros(SEQUENCES, POSITIONS, dtype=torch.int32))
+    return MicroBatch(batch.to(device), first_sample=number * SEQUENCES)
+
+
+def take_step(rank: int, world_size: int, port: int, folder: Path, case: tuple, device: str, backend: str) -> None:
+    """Take the step of ``case`` as one of ``world_size`` processes; the first one writes what came of it."""
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    # The fast kernels add up the gradient of the queries in any order.
+    model.attend._SDPA_KERNELS = [SDPBackend.MATH]
+    routing, checkpointing, compiled = case
+    world = open_world(DeviceName(device))
+    config = ModelConfig(
+        vocab_size=VOCABULARY,
+        width=128,
+        num_layers=2,
+        attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_width=64),
+        moe=MoEConfig(
+            num_experts=8, experts_per_token=2, expert_width=64, routing=RoutingConfig(tile_m=128, train=routing)
+        ),
+    )
+    problem = moe_problem(config, tokens=SEQUENCES * POSITIONS, dtype=torch.bfloat16, device=world.device)
+    kernels = resolve_backend(BackendName(backend), problem)
+    decoder = build_parallel(
+        partial(Decoder, config, backend=kernels),
+        world,
+        ParallelConfig(activation_checkpointing=checkpointing, compile=compiled),
+        precision=Precision.bf16,
+        seed=0,
+    )
+    result = train_step(
+        decoder,
+        build_optimizer(decoder, OptimConfig(lr=1e-3)),
+        StepInput(micro_batches=[micro_batch(n, world.device) for n in range(rank, MICRO_BATCHES, world_size)]),
+        world=world,
+        config=TrainConfig(
+            num_steps=1,
+            micro_batch_sequences=SEQUENCES,
+            global_batch_sequences=SEQUENCES * MICRO_BATCHES,
+            max_grad_norm=0.5,
+            load_balance_weight=0.01,
+            router_z_weight=0.001,
+        ),
+        routing=routing,
+        lap=lambda part: None,
+    )
+    found = {
+        "losses": torch.stack(result.losses).double(),
+        "grad_norm": result.grad_norm.double(),
+        "rows": result.load.rows_L,
+        "gradients": {name: whole(p.grad) for name, p in decoder.named_parameters()},
+    }
+    if world.is_first:
+        torch.save(found, folder / f"{world_size}.pt")
+    world.leave(0)
+
+
+def steps_of(
+    world_sizes: tuple[int, ...], folder: Path, case: tuple, device: str, backend: str
+) -> list[dict[str, Any]]:
+    for size in world_sizes:
+        mp.spawn(take_step, args=(size, free_port(), folder, case, device, backend), nprocs=size)
+    return [torch.load(folder / f"{size}.pt", map_location="cpu") for size in world_sizes]
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}-{case[1].name}{'-compiled' * case[2]}")
+def test_a_step_on_two_gpus_is_the_step_on_one(tmp_path: Path, case: tuple) -> None:
+    if torch.cuda.device_count() < 2 or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs two Hopper GPUs")
+    one, two = steps_of((1, 2), tmp_path, case, "cuda", "cute_sm90")
+    assert torch.equal(one["rows"], two["rows"])
+    for name in ("losses", "grad_norm"):
+        assert error(two[name], one[name]) < TOLERANCE, name
+    for name, gradient in one["gradients"].items():
+        assert float(gradient.norm()) > 0, name
+        assert error(two["gradients"][name], gradient) < TOLERANCE, name
