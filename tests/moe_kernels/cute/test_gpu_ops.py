@@ -8,7 +8,7 @@ import torch
 from moe_kernels import BackendName, MoEProblem, RoutingKind, arch_of, moe_experts, moe_experts_ref, resolve_backend
 from moe_kernels.cute.compile import KernelCache
 from moe_kernels.cute.ops import CuteSm90Backend
-from moe_kernels.cute.tiles import KernelForm, choose_tile, why_invalid
+from moe_kernels.cute.tiles import KernelForm, TileConfig, choose_tile, table_entries, why_invalid
 from moe_kernels.reference.ops import ReferenceBackend
 from moe_kernels.routing.kinds import Rounding
 from moe_kernels.routing.token_rounding import route_token_rounding
@@ -335,6 +335,25 @@ def test_tiles_of_which_both_warpgroups_compute_a_part_are_claimed_too(clusters,
     for D, N in (EVEN, (832, 1024)):
         check(op, on_gpu(skewed()), D, N, torch.bfloat16, backend=backend)
     assert_counters_are_zero(backend)
+
+
+OP_OF = {
+    KernelForm.up: "up",
+    KernelForm.rows_matmul_k_major: "down",
+    KernelForm.rows_matmul_n_major: "dx",
+    KernelForm.down_backward: "down_backward",
+}
+TABLE_TILES = {(entry["form"], str(entry["tile"])): entry for entry in table_entries()}
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("entry", TABLE_TILES.values(), ids=lambda entry: f"{entry['form']}-{entry['shape']}")
+def test_every_tile_of_the_table_is_right(entry, load):
+    tile = TileConfig(**entry["tile"])
+    backend = CuteSm90Backend(cache=BACKEND.cache, choose=lambda *widths: tile)
+    plan = on_gpu(LOADS[load]())
+    for D, N in (EVEN, TAILS, (832, 1024)):  # 1024 columns are five of 192 and part of a sixth, or four of 256
+        check(OP_OF[KernelForm(entry["form"])], plan, D, N, torch.bfloat16, backend=backend)
 
 
 def backend_with(schedule):
