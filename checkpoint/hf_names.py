@@ -1,6 +1,7 @@
 """Our parameter names and those of Hugging Face's OLMoE and Qwen3-MoE, in both directions.
 
-The two families share their names; only Qwen3-MoE has dense layers. We hold a layer's experts fused, ``w_gate_up``
+The two families share their names; only Qwen3-MoE has dense layers. We hold the projections of queries, keys and values
+as one matrix, their rows in this order, and a layer's experts fused, ``w_gate_up``
 (E, 2N, D) with gate rows first and ``w_down`` (E, D, N). Files of transformers 4, and those that we write, hold them
 per expert; transformers 5 can write them fused in our own layout. What the classes cannot express is in hf_rules.py.
 """
@@ -9,6 +10,8 @@ from collections.abc import Callable, Iterator, Set
 
 import torch
 from torch import Tensor
+
+from model.config import AttentionConfig
 
 _OUTSIDE_BLOCKS = {
     "embed.weight": "model.embed_tokens.weight",
@@ -20,20 +23,17 @@ _IN_BLOCK = {
     "mlp_norm.weight": "post_attention_layernorm.weight",
     "attention.q_norm.weight": "self_attn.q_norm.weight",
     "attention.k_norm.weight": "self_attn.k_norm.weight",
-    **{
-        f"attention.{part}_proj.{kind}": f"self_attn.{part}_proj.{kind}"
-        for part in ("q", "k", "v", "o")
-        for kind in ("weight", "bias")
-    },
+    **{f"attention.o_proj.{kind}": f"self_attn.o_proj.{kind}" for kind in ("weight", "bias")},
     **{f"mlp.{part}_proj.weight": f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
     "moe.router.weight": "mlp.gate.weight",
 }
+_QKV = {f"attention.qkv_proj.{kind}": kind for kind in ("weight", "bias")}
 _FUSED = {"moe.w_gate_up": "mlp.experts.gate_up_proj", "moe.w_down": "mlp.experts.down_proj"}
 
 VOCABULARY_NAMES = ("embed.weight", "lm_head.weight")  # their rows are token ids
 
 
-def to_hf(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def to_hf(name: str, tensor: Tensor, attention: AttentionConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the Hugging Face names and tensors, views of ``tensor``, that our parameter ``name`` becomes.
 
     Raises: ValueError for a name that neither family has.
@@ -47,6 +47,9 @@ def to_hf(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     elif in_block == "moe.w_down":
         for expert, down_DN in enumerate(tensor):
             yield f"{prefix}mlp.experts.{expert}.down_proj.weight", down_DN
+    elif in_block in _QKV:
+        widths = (attention.query_width, attention.key_width, attention.key_width)
+        yield from zip(_qkv_names(prefix, in_block), tensor.split(widths), strict=True)
     else:
         yield _plain_name(name), tensor
 
@@ -58,6 +61,8 @@ def hf_sources(name: str, *, num_experts: int, available: Set[str]) -> list[str]
     Raises: ValueError for a name that neither family has.
     """
     prefix, in_block = _split(name)
+    if in_block in _QKV:
+        return _qkv_names(prefix, in_block)
     if in_block not in _FUSED:
         return [_plain_name(name)]
     fused = prefix + _FUSED[in_block]
@@ -70,12 +75,18 @@ def hf_sources(name: str, *, num_experts: int, available: Set[str]) -> list[str]
 def from_hf(name: str, sources: list[str], read: Callable[[str], Tensor]) -> Tensor:
     """Return our parameter ``name``, made of the tensors ``sources`` that ``read`` returns one by one."""
     _, in_block = _split(name)
+    if in_block in _QKV:
+        return torch.cat([read(source) for source in sources])
     if in_block not in _FUSED or sources[0].endswith(_FUSED[in_block]):
         return read(sources[0])
     if in_block == "moe.w_down":
         return torch.stack([read(source) for source in sources])
     gates, ups = sources[::2], sources[1::2]
     return torch.stack([torch.cat((read(gate), read(up))) for gate, up in zip(gates, ups, strict=True)])
+
+
+def _qkv_names(prefix: str, in_block: str) -> list[str]:
+    return [f"{prefix}self_attn.{part}_proj.{_QKV[in_block]}" for part in ("q", "k", "v")]
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -44,7 +44,7 @@ def write_weights(checkpoint: Path, config: ModelConfig, folder: Path, layout: W
     sizes = [
         (hf_name, tensor.nbytes)
         for name, entry in entries.items()
-        for hf_name, tensor in _exported(name, torch.empty(entry.shape or (), device="meta"), layout)
+        for hf_name, tensor in _exported(name, torch.empty(entry.shape or (), device="meta"), config, layout)
     ]
     shard_of = _assign_shards(sizes, layout.shard_bytes)
     num_shards = max(shard_of.values()) + 1
@@ -53,7 +53,7 @@ def write_weights(checkpoint: Path, config: ModelConfig, folder: Path, layout: W
     current = 0
     for name in entries:
         weight = read_weights(checkpoint / TENSORS, [name])[name]
-        for hf_name, tensor in _exported(name, weight, layout):
+        for hf_name, tensor in _exported(name, weight, config, layout):
             _check_finite(name, hf_name, tensor, weight, layout.dtype)
             if shard_of[hf_name] != current:
                 _save_shard(folder / files[current], shard)
@@ -81,13 +81,13 @@ def meta_decoder(config: ModelConfig) -> Decoder:
         return Decoder(config, backend=resolve_backend(BackendName.reference, problem))
 
 
-def _exported(name: str, weight: Tensor, layout: WeightsLayout) -> Iterator[tuple[str, Tensor]]:
+def _exported(name: str, weight: Tensor, config: ModelConfig, layout: WeightsLayout) -> Iterator[tuple[str, Tensor]]:
     if name in VOCABULARY_NAMES:
         weight = weight[: layout.vocab_size]
     weight = weight.to(layout.dtype)
-    yield from to_hf(name, weight)
+    yield from to_hf(name, weight, config.attention)
     if layout.untie_head and name == "embed.weight":
-        yield from to_hf("lm_head.weight", weight)
+        yield from to_hf("lm_head.weight", weight, config.attention)
 
 
 def _check_entries(checkpoint: Path, entries: dict[str, Entry], config: ModelConfig) -> None:

@@ -60,7 +60,8 @@ def import_hf(source: Path | str) -> tuple[ModelConfig, dict[str, Tensor]]:
         if missing:
             raise ValueError(f"{folder} has no {missing[0]}, which {name} is made of ({len(missing)} are missing)")
         assert entry.shape is not None
-        parts = {part: tuple(view.shape) for part, view in to_hf(name, torch.empty(entry.shape, device="meta"))}
+        ours = torch.empty(entry.shape, device="meta")
+        parts = {part: tuple(view.shape) for part, view in to_hf(name, ours, config.attention)}
         for hf_name in sources:
             found = tuple(open_files[files[hf_name]].get_slice(hf_name).get_shape())
             wanted = parts.get(hf_name, entry.shape)  # a fused tensor has the shape of ours

@@ -45,12 +45,12 @@ class Sizes:
     @property
     def queries(self) -> int:
         """H · A, the numbers in a token's queries."""
-        return self.model.attention.num_heads * self.model.attention.head_width
+        return self.model.attention.query_width
 
     @property
     def keys(self) -> int:
         """G · A, the numbers in a token's keys, and in its values."""
-        return self.model.attention.num_kv_heads * self.model.attention.head_width
+        return self.model.attention.key_width
 
     @property
     def stream(self) -> int:
@@ -104,8 +104,8 @@ def block_memory(s: Sizes, layer: int) -> BlockMemory:
     attention, mlp_norm, mlp = _attention_tensors(s), _mlp_norm_tensors(s), _moe_tensors(s) if is_moe else _dense(s)
     sizes = attention | mlp_norm | mlp
     needed = sizes.keys() - (_RECOMPUTED_BY_COMPILER if s.is_compiled else _UNREAD_BY_EAGER)
-    if s.model.attention.qk_norm is QKNorm.none:
-        needed -= {"q, k"}
+    if not s.is_compiled and s.c == _FP32 and s.model.attention.qk_norm is not QKNorm.none:
+        needed -= {"q, k"}  # they are what their norm keeps as its input
     kept = _kept(s, needed) & sizes.keys()
     # Recomputation runs the whole block at once; compiled, each part just before it is read. Full checkpointing needs
     # attention's output for the experts' input, and with it all that attention reads.
@@ -142,8 +142,9 @@ def block_memory(s: Sizes, layer: int) -> BlockMemory:
 
 
 # Every tensor of a block has a name below. Uncompiled, the backward reads all of them but these; compiled, norms and
-# rotations are made again from their inputs, so that the others are not kept.
-_UNREAD_BY_EAGER = {"input", "q, k", "attention's projection", "mlp input", "routed", "moe output", "dense output"}
+# rotations are made again from their inputs, so that the others are not kept. Queries and keys are parts of one tensor
+# with the values, and live as long.
+_UNREAD_BY_EAGER = {"input", "attention's projection", "mlp input", "routed", "moe output", "dense output"}
 _RECOMPUTED_BY_COMPILER = {
     "attention norm",
     "q, k norms",

@@ -21,11 +21,9 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.kernel = kernel
-        query_width = config.num_heads * config.head_width
-        key_width = config.num_kv_heads * config.head_width
-        self.q_proj = nn.Linear(width, query_width, bias=config.bias)
-        self.k_proj = nn.Linear(width, key_width, bias=config.bias)
-        self.v_proj = nn.Linear(width, key_width, bias=config.bias)
+        query_width, key_width = config.query_width, config.key_width
+        # One product: a step of a narrow model is limited by how many its host can launch.
+        self.qkv_proj = nn.Linear(width, query_width + 2 * key_width, bias=config.bias)
         self.o_proj = nn.Linear(query_width, width, bias=config.bias)
         if config.qk_norm is QKNorm.full_width:
             self.q_norm = RMSNorm(query_width, eps=norm_eps)
@@ -50,7 +48,8 @@ class Attention(nn.Module):
         models/olmoe/modeling_olmoe.py, and so of every export; OLMoE's own training code clips before the norm
         (allenai/OLMo 0079490, olmo/model.py, OLMoEBlock).
         """
-        query, key, value = self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD)
+        key_width = self.config.key_width
+        query, key, value = self.qkv_proj(x_BSD).split((self.config.query_width, key_width, key_width), dim=-1)
         if self.config.qk_norm is QKNorm.full_width:
             query, key = self.q_norm(query), self.k_norm(key)
         query_BSHA, key_BSGA, value_BSGA = self._heads(query), self._heads(key), self._heads(value)

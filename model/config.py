@@ -101,6 +101,16 @@ class AttentionConfig:
                 f"model.attention.clip_qkv={self.clip_qkv} must be above 0; model.attention.clip_qkv=null clips nothing"
             )
 
+    @property
+    def query_width(self) -> int:
+        """H · A, the numbers in a token's queries."""
+        return self.num_heads * self.head_width
+
+    @property
+    def key_width(self) -> int:
+        """G · A, the numbers in a token's keys, and in its values."""
+        return self.num_kv_heads * self.head_width
+
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:

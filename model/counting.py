@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from model.config import AttentionConfig, ModelConfig, QKNorm, RouterKind
+from model.config import ModelConfig, QKNorm, RouterKind
 from moe_kernels import RoutingKind
 from moe_kernels.routing.plan import row_capacity
 
@@ -156,27 +156,17 @@ def state_bytes(config: ModelConfig, dtypes: StateDtypes | None = None) -> State
 
 def kv_cache_bytes_per_token(config: ModelConfig, *, dtype: torch.dtype) -> int:
     """Return what decoding remembers of one token of one sequence: its keys and values in every layer."""
-    _, key_width = _query_and_key_width(config.attention)
-    return 2 * config.num_layers * key_width * dtype.itemsize
+    return 2 * config.num_layers * config.attention.key_width * dtype.itemsize
 
 
 def _num_moe_layers(config: ModelConfig) -> int:
     return sum(config.is_moe_layer(layer) for layer in range(config.num_layers))
 
 
-def _query_and_key_width(attention: AttentionConfig) -> tuple[int, int]:
-    return attention.num_heads * attention.head_width, attention.num_kv_heads * attention.head_width
-
-
 def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     attention = config.attention
-    query_width, key_width = _query_and_key_width(attention)
-    widths = {
-        "q_proj": (query_width, config.width),
-        "k_proj": (key_width, config.width),
-        "v_proj": (key_width, config.width),
-        "o_proj": (config.width, query_width),
-    }
+    query_width, key_width = attention.query_width, attention.key_width
+    widths = {"qkv_proj": (query_width + 2 * key_width, config.width), "o_proj": (config.width, query_width)}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in widths.items():
         shapes[f"{name}.weight"] = shape
@@ -190,12 +180,12 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _attention_matrices(config: ModelConfig) -> int:
-    query_width, key_width = _query_and_key_width(config.attention)
+    query_width, key_width = config.attention.query_width, config.attention.key_width
     return config.width * (2 * query_width + 2 * key_width)
 
 
 def _attention_vectors(config: ModelConfig) -> int:
-    query_width, key_width = _query_and_key_width(config.attention)
+    query_width, key_width = config.attention.query_width, config.attention.key_width
     biases = query_width + 2 * key_width + config.width if config.attention.bias else 0
     if config.attention.qk_norm is QKNorm.full_width:
         return biases + query_width + key_width

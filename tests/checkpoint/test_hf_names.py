@@ -14,7 +14,7 @@ def test_the_table_is_inverted_by_itself(tiny, name):
     ours = tiny.random_decoder(config).state_dict()
     theirs: dict[str, torch.Tensor] = {}
     for our_name, tensor in ours.items():
-        for hf_name, part in to_hf(our_name, tensor):
+        for hf_name, part in to_hf(our_name, tensor, config.attention):
             assert hf_name not in theirs
             theirs[hf_name] = part
     assert sum(part.numel() for part in theirs.values()) == sum(tensor.numel() for tensor in ours.values())
@@ -34,8 +34,8 @@ def test_fused_experts_are_preferred_where_they_are(tiny):
 
 
 @pytest.mark.parametrize("name", ["blocks.0.moe.router.expert_bias", "blocks.0.attention.sinks", "head.weight"])
-def test_a_name_that_neither_family_has_is_refused(name):
+def test_a_name_that_neither_family_has_is_refused(tiny, name):
     with pytest.raises(ValueError, match="has no place"):
-        list(to_hf(name, torch.zeros(2)))
+        list(to_hf(name, torch.zeros(2), model_config(tiny.OLMOE).attention))
     with pytest.raises(ValueError, match="has no place"):
         hf_sources(name, num_experts=2, available=set())

@@ -13,7 +13,7 @@ from model.kv_cache import empty_kv_cache
 from model.rope import rotary_tables, rotate
 from moe_kernels import BackendName, RoutingKind
 from tests.model.test_kv_cache import CONFIGS, tolerance
-from tests.model.tiny_models import build, hf_name, hf_twin, relative_difference, tiny_config, token_ids
+from tests.model.tiny_models import build, hf_twin, in_our_layout, relative_difference, tiny_config, token_ids
 
 LENGTHS = [[5, 1, 10], [16], [3, 4, 9]]  # of the documents of each row
 FIRST = slice(0, 5), slice(5, 16)  # of the first row: its first document, and the others
@@ -70,9 +70,9 @@ def test_packed_documents_equal_transformers(name):
     direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
     (logits * direction).sum().backward()
     (expected_logits * direction).sum().backward()
-    theirs = dict(twin.named_parameters())
+    theirs = {hf_name: parameter.grad for hf_name, parameter in twin.named_parameters()}
     for parameter_name, parameter in decoder.named_parameters():
-        difference = relative_difference(parameter.grad, theirs[hf_name(parameter_name)].grad)
+        difference = relative_difference(parameter.grad, in_our_layout(theirs, parameter_name))
         assert difference <= 1e-5, parameter_name
 
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from model.config import ModelConfig, QKNorm
 from moe_kernels import BackendName
-from tests.model.tiny_models import build, hf_name, hf_twin, relative_difference, tiny_config, token_ids
+from tests.model.tiny_models import build, hf_twin, in_our_layout, relative_difference, tiny_config, token_ids
 
 # fp32 has eps 1.2e-7; sums over some hundred terms in another order differ by some ten of them.
 TOLERANCE = 1e-5
@@ -67,7 +67,7 @@ def assert_equal_to_transformers(config: ModelConfig, backend: BackendName = Bac
     expected_ce_sum.backward()
     expected: dict[str, Tensor] = {name: parameter.grad for name, parameter in twin.named_parameters()}
     for name, parameter in decoder.named_parameters():
-        assert relative_difference(parameter.grad, expected[hf_name(name)]) <= TOLERANCE, name
+        assert relative_difference(parameter.grad, in_our_layout(expected, name)) <= TOLERANCE, name
 
 
 @pytest.mark.parametrize("setting", OLMOE_SETTINGS)

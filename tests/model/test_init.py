@@ -101,9 +101,7 @@ def test_parameter_names_are_those_of_the_file_format():
     decoder = initialised_after_poison(CONFIG)
     names = set(decoder.state_dict())
     attention = {
-        f"attention.{projection}.{kind}"
-        for projection in ("q_proj", "k_proj", "v_proj", "o_proj")
-        for kind in ("weight", "bias")
+        f"attention.{projection}.{kind}" for projection in ("qkv_proj", "o_proj") for kind in ("weight", "bias")
     } | {"attention.q_norm.weight", "attention.k_norm.weight", "attention_norm.weight", "mlp_norm.weight"}
     experts = {"moe.router.weight", "moe.router.expert_bias", "moe.w_gate_up", "moe.w_down"}
     dense = {"mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"}

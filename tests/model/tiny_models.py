@@ -1,5 +1,6 @@
 """Small decoders for the tests of this folder, and transformers' twins with the same weights."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -105,17 +106,21 @@ def hf_twin(decoder: Decoder) -> nn.Module:
         )
     theirs = dict(twin.named_parameters())
     ours = dict(decoder.named_parameters())
-    assert {hf_name(name) for name in ours} == set(theirs)
+    assert {hf for name in ours for hf in hf_names(name)} == set(theirs)
     with torch.no_grad():
         for name, parameter in ours.items():
-            theirs[hf_name(name)].copy_(parameter)
+            parts = [theirs[hf] for hf in hf_names(name)]
+            for part, values in zip(parts, parameter.split([len(part) for part in parts]), strict=True):
+                part.copy_(values)
     return twin
 
 
-def hf_name(name: str) -> str:
-    """Return the name that transformers 5 gives a parameter in memory."""
+def hf_names(name: str) -> list[str]:
+    """Return the names that transformers 5 gives a parameter in memory, or its rows one after the other."""
     if name == "lm_head.weight":
-        return name
+        return [name]
+    if "qkv_proj" in name:
+        return [hf for part in ("q_proj", "k_proj", "v_proj") for hf in hf_names(name.replace("qkv_proj", part))]
     for ours, theirs in (
         ("embed.", "embed_tokens."),
         ("blocks.", "layers."),
@@ -127,7 +132,12 @@ def hf_name(name: str) -> str:
         ("moe.w_down", "mlp.experts.down_proj"),
     ):
         name = name.replace(ours, theirs)
-    return f"model.{name}"
+    return [f"model.{name}"]
+
+
+def in_our_layout(theirs: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return what transformers has, by its names, for our parameter ``name``."""
+    return torch.cat([theirs[hf] for hf in hf_names(name)])
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:

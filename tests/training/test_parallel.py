@@ -193,8 +193,8 @@ def test_audit_passes_a_model_in_which_everything_learns() -> None:
 
 def test_audit_names_a_parameter_that_no_gradient_reached() -> None:
     model = build()
-    model.blocks[1].attention.q_proj.weight.register_hook(torch.zeros_like)
-    with pytest.raises(RuntimeError, match=r"no gradient reached blocks\.1\.attention\.q_proj\.weight"):
+    model.blocks[1].attention.qkv_proj.weight.register_hook(torch.zeros_like)
+    with pytest.raises(RuntimeError, match=r"no gradient reached blocks\.1\.attention\.qkv_proj\.weight"):
         audit_first_step(model, step_once(model))
 
 
