@@ -148,9 +148,21 @@ def assert_transformers_computes_the_export_alike(tiny, tmp_path: Path, tokenize
     expected = {name: parameter.grad for name, parameter in twin.named_parameters()}
     ours = {name: parameter.grad for name, parameter in decoder.named_parameters()}
     assert {hf_name for name in ours for hf_name in hf_names(name)} == set(expected)
+    far = {}
     for name, grad in ours.items():
-        kept = grad[:VOCAB] if name in ("embed.weight", "lm_head.weight") else grad
-        assert relative_difference(kept, in_our_layout(expected, name)) <= TOLERANCE, name
+        kept, theirs = (
+            grad[:VOCAB] if name in ("embed.weight", "lm_head.weight") else grad,
+            in_our_layout(expected, name),
+        )
+        if relative_difference(kept, theirs) > TOLERANCE:
+            far[name] = kept, theirs
+    if far:  # a gradient that nearly cancels, where both err by about as much: ours may not err twice as much
+        exact = decoder.double()
+        exact.zero_grad()
+        loss_of(exact(ids_BS).logits_BSV[..., :VOCAB], ids_BS).backward()
+        for name, (kept, theirs) in far.items():
+            truth = exact.get_parameter(name).grad[: len(kept)]
+            assert relative_difference(kept, truth) <= 2 * relative_difference(theirs, truth), name
 
     config, weights = import_hf(tmp_path / "out")
     assert config == model_config(values_of(setting | {"padding": 0}))
