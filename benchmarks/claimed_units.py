@@ -10,7 +10,6 @@ they take turns, because a card under load changes its clocks.
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -21,7 +20,7 @@ from triton.language.extra.cuda import globaltimer
 
 from benchmarks.moe_layer import Layer, make_layer
 from benchmarks.shapes import SHAPES
-from benchmarks.timing import in_turns, new_record, write_record
+from benchmarks.timing import in_turns, new_record, output_file, write_record
 from benchmarks.tune_tiles import make_step
 from moe_kernels.cute.ops import CuteSm90Backend
 from moe_kernels.cute.tiles import KernelForm, choose_tile
@@ -96,7 +95,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="olmoe,7b-n256", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--forms", default=",".join(forms))
     parser.add_argument("--held", type=int, default=16, help="multiprocessors that the other kernel holds")
-    parser.add_argument("--json", type=Path, help="write everything here, after every form")
+    parser.add_argument("--json", type=output_file, help="write everything here, after every form")
     arguments = parser.parse_args()
     record = new_record(held=arguments.held, entries=[])
     holder = Holder(arguments.held)

@@ -10,13 +10,12 @@ cross-entropies. What has to hold: the backends are closer to each other than th
 import argparse
 from collections.abc import Sequence
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.steps import Steps, compose_run, leaving_with_a_message
-from benchmarks.timing import new_record, write_record
+from benchmarks.timing import new_record, output_file, write_record
 from benchmarks.train_step import SHAPES
 from training.config import DeviceName
 from training.world import World, open_world
@@ -100,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more overrides, as for train.py")
-    parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--json", type=output_file, help="write everything here")
     return parser
 
 

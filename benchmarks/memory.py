@@ -10,7 +10,6 @@ the profiler sees the allocations.
 """
 
 import argparse
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.moe_layer import Contender, Layer, make_contender, make_layer
 from benchmarks.peers import PEERS, Peer, available_peers
 from benchmarks.shapes import SHAPES, MoEShape
-from benchmarks.timing import new_record, write_record
+from benchmarks.timing import new_record, output_file, write_record
 from moe_kernels import BackendName, moe_experts
 from moe_kernels.dispatch import BACKENDS
 from moe_kernels.testing import saved_for_backward
@@ -141,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(PAPER_SHAPES), help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--backends", default="cute_sm90", help=f"backends, and peers: {', '.join(PEERS)}")
-    parser.add_argument("--json", type=Path, help="write everything here, after every shape")
+    parser.add_argument("--json", type=output_file, help="write everything here, after every shape")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = options.backends.split(",")

@@ -14,7 +14,6 @@ rates of a large matrix product and of a large copy measured in the same process
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from benchmarks import cold_start, whole_layer
 from benchmarks.peers import PEERS, available_peers, interleave
 from benchmarks.roof import measure_ceilings, measure_ops
 from benchmarks.shapes import SHAPES, MoEShape
-from benchmarks.timing import Outlasted, first_call_s, in_turns, new_record, time_limit, write_record
+from benchmarks.timing import Outlasted, first_call_s, in_turns, new_record, output_file, time_limit, write_record
 from moe_kernels import BackendName, RoutingPlan, moe_experts, route_token_rounding, route_top_k
 from moe_kernels.dispatch import BACKENDS
 from moe_kernels.routing.kinds import Rounding
@@ -253,7 +252,7 @@ def main() -> None:
     parser.add_argument(
         "--peer-limit-s", type=float, default=0.0, help="leave out a peer whose first call takes more; 0: wait"
     )
-    parser.add_argument("--json", type=Path, help="write everything here, after every shape")
+    parser.add_argument("--json", type=output_file, help="write everything here, after every shape")
     arguments = parser.parse_args()
     names = arguments.backends.split(",")
     others = set(names) & set(PEERS)

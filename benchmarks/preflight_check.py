@@ -12,13 +12,12 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.steps import Steps
-from benchmarks.timing import new_record, write_record
+from benchmarks.timing import new_record, output_file, write_record
 from launch.plan import Plan, make_plan
 from launch.preflight import compose_run
 from training.build import Kernels
@@ -114,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.preflight_check", description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--backends", default="cute_sm90,portable")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=output_file, help="write the figures here")
     parser.add_argument("--alone", action="store_true", help="measure one case in this process and print its JSON")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():

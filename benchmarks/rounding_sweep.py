@@ -8,14 +8,13 @@ router, is timed with top-K and with rounding too. The picture: rounding_plot.py
 """
 
 import argparse
-from pathlib import Path
 
 import torch
 
 from benchmarks.layer_inputs import make_inputs
 from benchmarks.rounding_plot import draw
 from benchmarks.shapes import SHAPES, MoEShape
-from benchmarks.timing import in_turns, new_record, write_record
+from benchmarks.timing import in_turns, new_record, output_file, write_record
 from benchmarks.whole_layer import KINDS, TILE_M, count_tiles, make_router, ours, route
 from moe_kernels import BackendName
 from moe_kernels.dispatch import BACKENDS
@@ -63,8 +62,8 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="cute_sm90", help="times the steps; read where there is a GPU")
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--json", type=output_file, required=True)
+    parser.add_argument("--svg", type=output_file)
     arguments = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     record = new_record(shape=BASE._asdict(), tile_m=TILE_M, backend=arguments.backend if on_gpu else None, points=[])

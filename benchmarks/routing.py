@@ -14,14 +14,13 @@ is the backward.
 import argparse
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks.shapes import SHAPES, MoEShape
-from benchmarks.timing import graph_of, in_turns, launches_of, new_record, write_record
+from benchmarks.timing import graph_of, in_turns, launches_of, new_record, output_file, write_record
 from model.config import MoEConfig, RoutingConfig
 from model.moe import moe_stats
 from model.router import Routed, Router, router_sums
@@ -214,7 +213,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="olmoe,qwen3-30b", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--rules", default="nearest", help=f"beside top-K, of {', '.join(r.value for r in Rounding)}")
     parser.add_argument("--without-torch", action="store_true", help="time the kernels alone; plans are still compared")
-    parser.add_argument("--json", type=Path, help="write everything here, after every shape")
+    parser.add_argument("--json", type=output_file, help="write everything here, after every shape")
     arguments = parser.parse_args()
     rules = [None, *(Rounding(name) for name in arguments.rules.split(","))]
     record = new_record(tile_m=TILE_M, num_sequences=NUM_SEQUENCES, shapes={})

@@ -39,7 +39,8 @@ def leaving_with_a_message() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, KernelUnavailable, FloatingPointError, OmegaConfBaseException, HydraException) as why:
-        raise SystemExit(f"error: {why}") from why
+        cause = f" ({why.__cause__})" if why.__cause__ is not None else ""  # hydra's says which values there are
+        raise SystemExit(f"error: {why}{cause}") from why
 
 
 class RandomRows:

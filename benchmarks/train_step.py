@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.steps import Steps, compose_run, leaving_with_a_message
-from benchmarks.timing import new_record, write_record
+from benchmarks.timing import new_record, output_file, write_record
 from model.counting import count_parameters, flops_per_token
 from training.breakdown import Sizes
 from training.compilations import count_compilations
@@ -192,21 +192,26 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=int, default=5, help="steps between two waits for the device")
     parser.add_argument("--no-profile", dest="profile", action="store_false", help="leave the split of the time out")
     parser.add_argument("--traces", type=Path, help="folder that keeps the profiles' traces")
-    parser.add_argument("--json", type=Path, help="write everything here, after every row")
+    parser.add_argument("--json", type=output_file, help="write everything here, after every row")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line in this process of possibly several."""
     arguments = build_parser().parse_args(argv)
-    if arguments.warm_up < 1 or not 1 <= arguments.window <= arguments.steps:
-        raise SystemExit("--warm-up must be at least 1, and --window lie between 1 and --steps")
-    if unknown := set(arguments.shapes.split(",")) - set(SHAPES):
+    if arguments.warm_up < 1 or arguments.window < 1 or arguments.steps < 1 or arguments.steps % arguments.window:
+        raise SystemExit("--warm-up and --window must be at least 1, and --steps a multiple of --window")
+    if unread := [change for change in arguments.set if change.startswith(("run.", "data.root=", "model="))]:
+        raise SystemExit(f"--set {' '.join(unread)} is not read here: the device is this machine's, the rest an option")
+    if unknown := {name.strip() for name in arguments.shapes.split(",")} - set(SHAPES):
         raise SystemExit(f"--shapes knows {', '.join(SHAPES)}, not {', '.join(sorted(unknown))}")
     world = open_world(DeviceName.auto)
     record = new_record(arguments={name: str(value) for name, value in vars(arguments).items()}, rows=[])
     lists = (arguments.shapes, arguments.routing, arguments.backends, arguments.checkpointing)
-    choices = [Choice(*names) for names in product(*(names.split(",") for names in lists))]
+    choices = [Choice(*names) for names in product(*(map(str.strip, names.split(",")) for names in lists))]
+    for choice in choices:  # before the first is measured
+        with leaving_with_a_message():
+            run_config(arguments, choice, world)
     for choice in choices:
         with leaving_with_a_message():
             row = _row(arguments, choice, world)

@@ -13,14 +13,13 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.moe_layer import Layer, make_layer
 from benchmarks.shapes import SHAPES, MoEShape
-from benchmarks.timing import in_turns, new_record, write_record
+from benchmarks.timing import in_turns, new_record, output_file, write_record
 from moe_kernels.cute.compile import KernelCache, KernelKey, default_cache_folder
 from moe_kernels.cute.ops import CuteSm90Backend
 from moe_kernels.cute.tiles import TABLE, KernelForm, TileConfig, rows_bucket, rule_for, table_entries, why_invalid
@@ -163,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="olmoe,7b-n256", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--forms", default=",".join(form.value for form in KernelForm))
-    parser.add_argument("--json", type=Path, required=True, help="write every measurement here")
+    parser.add_argument("--json", type=output_file, required=True, help="write every measurement here")
     arguments = parser.parse_args()
     shape_names, forms = arguments.shapes.split(","), [KernelForm(name) for name in arguments.forms.split(",")]
     compile_ahead(shape_names, forms)

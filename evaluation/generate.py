@@ -8,6 +8,7 @@ import argparse
 import logging
 import sys
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 import torch
@@ -33,10 +34,11 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or not self.temperature >= 0 or not 0 < self.top_p <= 1:
+        is_usable = self.temperature == 0 or 1e-6 <= self.temperature < inf
+        if self.max_new_tokens < 1 or not is_usable or not 0 < self.top_p <= 1:
             raise ValueError(
-                f"max_new_tokens={self.max_new_tokens} must be at least 1, temperature={self.temperature} at least 0 "
-                f"and top_p={self.top_p} above 0 and at most 1"
+                f"max_new_tokens={self.max_new_tokens} must be at least 1, temperature={self.temperature} 0 or "
+                f"at least 1e-6 and top_p={self.top_p} above 0 and at most 1"
             )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed} must lie between 0 and 2**63 - 1")
@@ -132,7 +134,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--top-p", type=float, default=defaults.top_p)
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--step", type=int, help="checkpoint to read (default: the newest complete one)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    parser.add_argument("--device", default=devices[-1], choices=devices)
     parsed = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s")
     log.setLevel(logging.INFO)

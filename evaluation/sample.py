@@ -6,6 +6,7 @@ The export is loaded with transformers as any user of it would; nothing of this 
 import argparse
 import shlex
 import sys
+from math import inf
 from pathlib import Path
 
 import torch
@@ -27,10 +28,10 @@ def sample(
     ``temperature`` 0 takes the most probable token each time; ``top_p`` is the probability mass that is drawn from.
     Raises: ValueError for values out of range, a prompt without tokens, or one that leaves no room for new tokens.
     """
-    if max_new_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
+    if max_new_tokens < 1 or not (temperature == 0 or 1e-6 <= temperature < inf) or not 0 < top_p <= 1:
         raise ValueError(
-            f"max_new_tokens={max_new_tokens} must be at least 1, temperature={temperature} at least 0 and "
-            f"top_p={top_p} above 0 and at most 1"
+            f"max_new_tokens={max_new_tokens} must be at least 1, temperature={temperature} 0 or at least 1e-6 "
+            f"and top_p={top_p} above 0 and at most 1"
         )
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed} must lie between 0 and 2**63 - 1")
@@ -41,6 +42,10 @@ def sample(
         )
     if not Path(export).is_dir():
         raise ValueError(f"{export} is not a folder: write one with python -m checkpoint.export_hf RUN {export}")
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    for names in (("config.json",), ("tokenizer.json",), weights):
+        if not any((Path(export) / name).is_file() for name in names):
+            raise ValueError(f"{export} is no whole export: it has no {' or '.join(names)}")
     tokenizer = AutoTokenizer.from_pretrained(export)
     model = AutoModelForCausalLM.from_pretrained(export).eval()
     inputs = tokenizer(prompt, return_tensors="pt")

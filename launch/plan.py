@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from itertools import product
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -190,28 +191,33 @@ def _configured_tokens(config: RunConfig) -> float:
 def throughput_from(
     path: Path, *, shape: str, num_parameters: int | None, gpus: int, routing: str, backend: str
 ) -> float:
-    """Return tokens per second and GPU from the ``rows`` of a JSON of benchmarks/train_step.py.
+    """Return tokens per second and GPU from a JSON of benchmarks/train_step.py, or several such under ``runs``.
 
-    A row is of the model if its shape is called so or, where given, its ``parameters`` are as many. Of those with this
-    routing and backend it takes the one whose number of GPUs is nearest, the larger first, and of equals the last.
+    A row is of the model if its ``parameters`` are as many or, where either is not given, its shape is called so. Of
+    those with this routing and backend it takes the one whose number of GPUs is nearest, the larger first, and of
+    equals the last.
 
     Raises: ThroughputError, naming the rows that there are, if none fits; OSError if there is no such file.
     """
     try:
-        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        record = json.loads(path.read_text(encoding="utf-8"))
+        rows: list[dict[str, Any]] = [row for run in record.get("runs", [record]) for row in run["rows"]]
         named = [(row["shape"], row["routing"], row["backend"]) for row in rows]
         speeds = [(int(row["gpus"]), float(row["tokens_per_s_per_gpu"])) for row in rows]
         sizes = [row.get("parameters") for row in rows]
-    except (ValueError, LookupError, TypeError, AttributeError) as problem:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as problem:
         raise ThroughputError(
             f"{path} is not a benchmark of training steps: it needs rows with shape, routing, backend, gpus and "
-            f"tokens_per_s_per_gpu ({problem!r})"
+            f"tokens_per_s_per_gpu"
         ) from problem
+    for count, speed in speeds:
+        if count < 1 or not (isfinite(speed) and speed > 0):
+            raise ThroughputError(f"{path} has a row of {speed} tokens/s/GPU on {count} GPUs, both must be above 0")
     fitting = [
         speed
         for name, size, speed in zip(named, sizes, speeds, strict=True)
         if name[1:] == (routing, backend)
-        and (name[0] == shape or (num_parameters is not None and size == num_parameters))
+        and (name[0] == shape if num_parameters is None or size is None else size == num_parameters)
     ]
     if not fitting:
         there = sorted({", ".join(map(str, name)) for name in named})

@@ -10,7 +10,6 @@ import json
 import logging
 import sys
 from dataclasses import dataclass, replace
-from math import isfinite
 from pathlib import Path
 
 import torch
@@ -34,6 +33,7 @@ from training.world import World
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 EXIT_FITS, EXIT_TOO_LARGE, EXIT_REFUSED = 0, 1, 2
 _ARCH = "sm90"
+_MOST = 1e18  # of anything that is asked for in numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +157,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         ("fragmentation", False),
     ):
         value = getattr(options, name)
-        if value is not None and not (isfinite(value) and (value > 0 if is_above_zero else value >= 0)):
+        if value is not None and not (0 <= value <= _MOST and (value > 0 or not is_above_zero)):
             least = "above 0" if is_above_zero else "0 or more"
-            parser.error(f"--{name.replace('_', '-')} {value} must be a number, {least}")
+            parser.error(f"--{name.replace('_', '-')} {value} must be a number, {least} and at most {_MOST:.0e}")
     if options.shape is not None and options.benchmark is None:
         parser.error("--shape names a row of a benchmark: give --benchmark too")
     return options

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 ROOT = Path(__file__).parent.parent
@@ -63,8 +63,12 @@ def _is_finite(tensor: Tensor) -> bool:
 @torch.no_grad()
 def _largest(tensor: Tensor) -> Tensor:
     """Return the largest absolute value, NaN where there is one, over all processes."""
-    largest = tensor.abs().max()
-    return largest.full_tensor() if isinstance(largest, DTensor) else largest
+    if not isinstance(tensor, DTensor):
+        return tensor.abs().max()
+    mine = tensor.to_local().abs()
+    mine = mine.max() if mine.numel() > 0 else mine.new_zeros(())  # 5 rows on 4 processes leave the last one none
+    placements = [Shard(0) if placement.is_shard() else placement for placement in tensor.placements]
+    return DTensor.from_local(mine[None], tensor.device_mesh, placements).full_tensor().max()
 
 
 def code_fingerprint() -> str:

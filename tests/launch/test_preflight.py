@@ -149,6 +149,15 @@ def test_throughput_is_read_from_the_row_that_is_nearest(tmp_path: Path, capsys:
     assert json.loads(run(capsys, *top_k)[1])["tokens_per_s_per_gpu"] == 7.0
     path.write_text(json.dumps({"rows": [row(2, 50.0, shape="their-name") | {"parameters": 6_919_161_856}]}))
     assert json.loads(run(capsys, *arguments)[1])["tokens_per_s_per_gpu"] == 50.0
+    path.write_text(json.dumps({"runs": [{"rows": rows[:1]}, {"rows": rows[1:]}]}))
+    assert json.loads(run(capsys, *arguments)[1])["tokens_per_s_per_gpu"] == 200.0
+    path.write_text(json.dumps({"rows": [row(2, 50.0) | {"parameters": 6_919_161_857}]}))
+    assert run(capsys, *arguments)[0] == EXIT_REFUSED  # a model of this name, and another size
+    for speed, gpus in ((0.0, 2), (-5.0, 2), (float("nan"), 2), (float("inf"), 2), (50.0, 0)):
+        path.write_text(json.dumps({"rows": [row(gpus, speed)]}))
+        code, _, err = run(capsys, *arguments)
+        assert code == EXIT_REFUSED
+        assert "must be above 0" in err
     path.write_text(json.dumps({"rows": rows}))
     code, _, err = run(capsys, *arguments, "--shape", "another")
     assert code == EXIT_REFUSED

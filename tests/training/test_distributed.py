@@ -21,6 +21,7 @@ from model.config import AttentionConfig, ModelConfig, MoEConfig, RouterKind, Ro
 from model.decoder import Decoder
 from model.moe import moe_problem
 from moe_kernels import BackendName, RoutingKind, resolve_backend
+from training.audit import audit_first_step, check_weights
 from training.config import (
     ActivationCheckpointing,
     BalanceScope,
@@ -87,7 +88,8 @@ MASKED = Case(4, RoutingKind.token_rounding, BalanceScope.micro_batch, mask_docu
 TIED = Case(4, RoutingKind.token_rounding, BalanceScope.micro_batch, tie_embeddings=True)
 COMPILED = replace(MASKED, compiled=True, checkpointing=ActivationCheckpointing.elementwise)
 DEEPER = Case(4, RoutingKind.token_rounding, BalanceScope.micro_batch, num_layers=3)
-SINGLE = (FEW_EXPERTS, IDLE_EXPERTS, MASKED, TIED, DEEPER)
+UNEVEN = Case(4, RoutingKind.top_k, BalanceScope.micro_batch, num_experts=5)  # 4 processes hold 2, 2, 1 and none
+SINGLE = (FEW_EXPERTS, IDLE_EXPERTS, MASKED, TIED, DEEPER, UNEVEN)
 # Two blocks in one unit and the third alone.
 UNITS = [replace(case, blocks_per_unit=2) for case in (DEEPER, replace(FEW_EXPERTS, prefetch_blocks=1))]
 UNITS += [
@@ -186,6 +188,8 @@ def take_step(case: Case, world: World) -> dict[str, Any]:
         lap=lambda part: None,
         sum_every_micro_batch=case.sum_every_micro_batch,
     )
+    audit_first_step(model, optimizer)
+    check_weights(model, 1)
     return {
         "losses": torch.stack(result.losses).double(),
         "grad_norm": result.grad_norm.double(),
