@@ -46,9 +46,8 @@ def summary(run: Path) -> list[tuple[str, str]]:
     throughput = [line["throughput/tokens_per_day"] for line in lines if "throughput/tokens_per_day" in line]
     if throughput:
         rows.append(("throughput, median", f"{sorted(throughput)[len(throughput) // 2] / 1e9:.3f} B tokens/day"))
-    rows.append(
-        ("checkpoints", ", ".join(sorted(path.name for path in (run / "checkpoints").glob("step_*"))) or "none")
-    )
+    checkpoints = sorted(path.name for path in (run / "checkpoints").glob("step_*") if path.suffix != ".partial")
+    rows.append(("checkpoints", ", ".join(checkpoints) or "none"))
     rows += _wandb_rows(run)
     return rows + _export_rows(run)
 
@@ -85,6 +84,8 @@ def _wandb_rows(run: Path) -> list[tuple[str, str]]:
 def _export_rows(run: Path) -> list[tuple[str, str]]:
     rows = []
     for path in sorted(run.glob("*/gristmill_receipt.json")):
+        if path.parent.suffix == ".partial":  # transformers did not agree with it, or it was cut off
+            continue
         receipt = json.loads(path.read_text(encoding="utf-8"))
         rows.append(("export", f"{path.parent}: {receipt['family']}, step {receipt['step']}, {receipt['dtype']}"))
         if isinstance(receipt["reload"], str):

@@ -21,6 +21,12 @@ if [ -z "${GPUS:-}" ]; then
     exit 1
   fi
 fi
+for knob in GPUS NODES; do
+  if ! [[ ${!knob} =~ ^[1-9][0-9]*$ ]]; then
+    echo "error: $knob=${!knob} is not a number of at least 1" >&2
+    exit 1
+  fi
+done
 if [ "$NODES" -gt 1 ] && [ -z "$RENDEZVOUS" ]; then
   echo "error: NODES=$NODES needs RENDEZVOUS=HOST:PORT, the same on every host" >&2
   exit 1

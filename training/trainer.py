@@ -25,6 +25,7 @@ from training.config import RunConfig, WandbMode
 from training.environment import StopRequest, fix_numerics, hide_objects, objects_seen_again
 from training.evaluate import held_out_losses, num_evaluation_batches
 from training.guard import StepGuard
+from training.load import ExpertLoad
 from training.metrics import Stopwatch
 from training.optim import build_optimizer, learning_rate, set_learning_rate
 from training.profiling import StepProfiler
@@ -234,6 +235,7 @@ class Trainer:
         self._guard.watch(self.state.step + 1, result)
         if self.state.step == 0:
             self._guard.settle()
+            self._check_rows(result.load)
             check_weights(self.model, step=1)
             audit_first_step(self.model, self.optimizer)
             log.info("first step: every parameter got a gradient, moved and is finite, and so is every buffer")
@@ -244,6 +246,15 @@ class Trainer:
         self.state.tokens += tokens
         self._stopwatch.count_step(tokens)
         return result
+
+    def _check_rows(self, load: ExpertLoad) -> None:
+        """Refuse to go on where the training routing kept no pair of a layer: it would never get a gradient."""
+        empty = (load.rows_L == 0).nonzero().flatten().tolist()
+        if empty:
+            raise StartError(
+                f"in the first step token rounding left every expert of MoE layers {empty} without a token: "
+                f"{self.config.describe_tiles()}. Raise the micro-batch or lower model.moe.routing.tile_m"
+            )
 
     def _progress(self) -> dict[str, float]:
         return {

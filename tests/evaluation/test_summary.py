@@ -43,6 +43,20 @@ def test_summary_shows_losses_gap_unigram_and_throughput(tmp_path: Path, capsys:
         assert value in printed
 
 
+def test_summary_leaves_out_what_was_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_folder(tmp_path, LINES)
+    (run / "checkpoints" / "step_00000030.partial").mkdir()
+    receipt = {"family": "olmoe", "step": 20, "dtype": "bfloat16", "reload": "not compared"}
+    for name in ("hf", "hf2.partial"):
+        (run / name).mkdir()
+        (run / name / "gristmill_receipt.json").write_text(json.dumps(receipt))
+    main([str(run)])
+    printed = capsys.readouterr().out
+    assert "step_00000020" in printed
+    assert f"{run / 'hf'}: olmoe" in printed
+    assert "partial" not in printed
+
+
 def test_a_last_line_that_is_still_being_written_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,13 @@ def test_without_gpus_it_says_which_variable_to_set(tmp_path: Path, nvidia_smi: 
     assert refused.stdout == ""
 
 
+@pytest.mark.parametrize(("knob", "value"), [("GPUS", "two"), ("GPUS", "0"), ("GPUS", "-1"), ("NODES", "2x")])
+def test_a_number_that_is_none_is_refused(tmp_path: Path, knob: str, value: str) -> None:
+    refused = launch(tmp_path, None, **{"GPUS": "2", knob: value})
+    assert refused.returncode == 1
+    assert f"{knob}={value} is not a number" in refused.stderr
+
+
 def test_several_hosts_need_a_place_to_meet(tmp_path: Path) -> None:
     refused = launch(tmp_path, None, GPUS="2", NODES="2")
     assert refused.returncode == 1

@@ -354,6 +354,14 @@ def test_a_run_that_another_process_trains_is_refused(small_run: SmallRun) -> No
     assert second.fit() == EXIT_DONE
 
 
+def test_rounding_that_leaves_a_layer_no_token_is_refused_with_the_knobs(small_run: SmallRun) -> None:
+    # Rounding down keeps none of the pairs of an expert that has less than a tile of them.
+    routing = ("model.moe.routing.rounding=down", "model.moe.routing.allow_below_one_tile=true")
+    config = small_run(*routing, "model.moe.routing.tile_m=512")
+    with pytest.raises(StartError, match=r"every expert of MoE layers \[0.*micro-batch.*tile_m"):
+        Trainer(config).fit()
+
+
 def test_what_a_killed_save_left_is_removed_when_the_run_goes_on(small_run: SmallRun) -> None:
     trainer = Trainer(small_run("run.stop_at_step=3"))
     trainer.fit()
