@@ -13,14 +13,12 @@ from dataclasses import replace
 from statistics import median
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import globaltimer
 
 from benchmarks.moe_layer import Layer, make_layer
+from benchmarks.options import names_of, need_gpu, output_file
 from benchmarks.shapes import SHAPES
-from benchmarks.timing import in_turns, new_record, output_file, write_record
+from benchmarks.timing import in_turns, new_record, write_record
 from benchmarks.tune_tiles import make_step
 from moe_kernels.cute.ops import CuteSm90Backend
 from moe_kernels.cute.tiles import KernelForm, choose_tile
@@ -30,31 +28,24 @@ _HEAD_START_MS = 0.15  # in which the host gets ahead and the holder starts
 _HEAD_START_CYCLES = 250_000
 
 
-@triton.jit
-def hold(ends, nanoseconds):
-    """Keep a multiprocessor busy for ``nanoseconds``."""
-    start = globaltimer()
-    now = start
-    while now - start < nanoseconds:
-        now = globaltimer()
-    tl.store(ends + tl.program_id(0), now)
-
-
 class Holder:
     """Holds ``num_held`` multiprocessors on a stream of its own: beside 16 warps there is no room for our blocks."""
 
     def __init__(self, num_held: int) -> None:
+        from benchmarks.hold import hold  # noqa: PLC0415 - triton is not on machines without a GPU
+
+        self._hold = hold
         self._num_held = num_held
         self._ends = torch.zeros(num_held, dtype=torch.int64, device="cuda")
         self._stream = torch.cuda.Stream()
-        hold[(num_held,)](self._ends, 1000, num_warps=16)
+        self._hold[(num_held,)](self._ends, 1000, num_warps=16)
 
     def time_beside(self, step: Callable[[], Tensor], held_ms: float) -> float:
         """Return the milliseconds of one ``step`` that starts while the holder has ``held_ms`` to go."""
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._stream):
-            hold[(self._num_held,)](self._ends, int((held_ms + _HEAD_START_MS) * 1e6), num_warps=16)
+            self._hold[(self._num_held,)](self._ends, int((held_ms + _HEAD_START_MS) * 1e6), num_warps=16)
         torch.cuda._sleep(_HEAD_START_CYCLES)
         start.record()
         step()
@@ -92,16 +83,17 @@ def main() -> None:
     """Run the command line."""
     forms = [form.value for form in KernelForm if not form.accumulates and form is not KernelForm.up_inference]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="olmoe,7b-n256", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--forms", default=",".join(forms))
+    parser.add_argument("--shapes", type=names_of(SHAPES), default="olmoe,7b-n256", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--forms", type=names_of(forms), default=",".join(forms))
     parser.add_argument("--held", type=int, default=16, help="multiprocessors that the other kernel holds")
     parser.add_argument("--json", type=output_file, help="write everything here, after every form")
     arguments = parser.parse_args()
+    need_gpu()
     record = new_record(held=arguments.held, entries=[])
     holder = Holder(arguments.held)
-    for shape_name in arguments.shapes.split(","):
+    for shape_name in arguments.shapes:
         layer = make_layer(SHAPES[shape_name], "uniform", seed=1)
-        for form in map(KernelForm, arguments.forms.split(",")):
+        for form in map(KernelForm, arguments.forms):
             entries = measure(form, shape_name, layer, holder)
             for entry in entries:
                 times = " ".join(f"{key} {entry[key]:.4f}" for key in ("alone_ms", "beside_half_ms", "beside_ms"))

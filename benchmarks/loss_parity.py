@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.options import output_file
 from benchmarks.steps import Steps, compose_run, leaving_with_a_message
-from benchmarks.timing import new_record, output_file, write_record
+from benchmarks.timing import new_record, write_record
 from benchmarks.train_step import SHAPES
 from training.config import DeviceName
 from training.world import World, open_world

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.moe_layer import Contender, Layer, make_contender, make_layer
+from benchmarks.moe_layer import CONTENDERS, Contender, Layer, make_contender, make_layer
+from benchmarks.options import names_of, output_file
 from benchmarks.peers import PEERS, Peer, available_peers
 from benchmarks.shapes import SHAPES, MoEShape
-from benchmarks.timing import new_record, output_file, write_record
+from benchmarks.timing import new_record, write_record
 from moe_kernels import BackendName, moe_experts
 from moe_kernels.dispatch import BACKENDS
 from moe_kernels.testing import saved_for_backward
@@ -138,17 +139,23 @@ def measure_shape(shape: MoEShape, names: list[str], peers: dict[str, Peer], dev
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(PAPER_SHAPES), help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--backends", default="cute_sm90", help=f"backends, and peers: {', '.join(PEERS)}")
+    parser.add_argument(
+        "--shapes", type=names_of(SHAPES), default=",".join(PAPER_SHAPES), help=f"of {', '.join(SHAPES)}"
+    )
+    parser.add_argument(
+        "--backends", type=names_of(CONTENDERS), default="cute_sm90", help=f"backends, and peers: {', '.join(PEERS)}"
+    )
     parser.add_argument("--json", type=output_file, help="write everything here, after every shape")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    names = options.backends.split(",")
+    names = options.backends
     peers = available_peers([name for name in names if name in PEERS])
     names = [name for name in names if name in peers or name not in PEERS]
+    if device.type == "cpu" and (others := set(names) - {"portable", "reference"}):
+        parser.error(f"--backends {', '.join(sorted(others))}: torch finds no CUDA device to run them on")
     record = new_record(shapes={})
     print(f"{'MiB':35s}     saved  with weights      held      peak")
-    for shape_name in options.shapes.split(","):
+    for shape_name in options.shapes:
         results = measure_shape(SHAPES[shape_name], names, peers, device)
         for label, result in results.items():
             saved, with_weights, held, peak = (value / 2**20 for value in result)

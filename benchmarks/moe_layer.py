@@ -20,14 +20,16 @@ import torch
 from torch import Tensor
 
 from benchmarks import cold_start, whole_layer
+from benchmarks.options import names_of, need_gpu, output_file
 from benchmarks.peers import PEERS, available_peers, interleave
 from benchmarks.roof import measure_ceilings, measure_ops
 from benchmarks.shapes import SHAPES, MoEShape
-from benchmarks.timing import Outlasted, first_call_s, in_turns, new_record, output_file, time_limit, write_record
+from benchmarks.timing import Outlasted, first_call_s, in_turns, new_record, time_limit, write_record
 from moe_kernels import BackendName, RoutingPlan, moe_experts, route_token_rounding, route_top_k
 from moe_kernels.dispatch import BACKENDS
 from moe_kernels.routing.kinds import Rounding
 
+CONTENDERS = [*(name.value for name in BACKENDS), *PEERS]
 CHECK_SHAPE = MoEShape(T=1000, D=256, N=128, E=16, K=4)
 CHECK_TOLERANCE = 1e-2  # relative Frobenius error of bf16 results: one rounding of the largest chain is 4e-3
 TILE_M = 128
@@ -192,7 +194,7 @@ def experts_alone(arguments: argparse.Namespace, names: list[str], peers: dict, 
             record["errors"][name] = {"outlasted_s": arguments.peer_limit_s}
             names.remove(name)
         print(f"check {name}: { ({key: f'{error:.1e}' for key, error in record['errors'][name].items()}) }", flush=True)
-    for shape_name in arguments.shapes.split(","):
+    for shape_name in arguments.shapes:
         shape = SHAPES[shape_name]
         layer = make_layer(shape, arguments.routing, seed=1)
         contenders = [c for name in names if (c := make_contender(name, layer, peers)) is not None]
@@ -216,7 +218,7 @@ def with_routing(arguments: argparse.Namespace, names: list[str], record: dict) 
     record["errors"] = whole_layer.check(names, peer_limit_s=arguments.peer_limit_s)
     names = [name for name in names if "outlasted_s" not in record["errors"].get(name, {})]
     print({name: {key: f"{e:.1e}" for key, e in errors.items()} for name, errors in record["errors"].items()})
-    for shape_name in arguments.shapes.split(","):
+    for shape_name in arguments.shapes:
         result = record["shapes"][shape_name] = whole_layer.measure(
             SHAPES[shape_name],
             arguments.routing,
@@ -231,7 +233,7 @@ def with_routing(arguments: argparse.Namespace, names: list[str], record: dict) 
 
 def first_steps(arguments: argparse.Namespace, names: list[str], record: dict) -> None:
     """Time the first step of fresh processes for every shape; fill and write ``record``."""
-    for shape_name in arguments.shapes.split(","):
+    for shape_name in arguments.shapes:
         for name in names:
             found = cold_start.cold_and_warm(shape_name, name)
             record["shapes"].setdefault(shape_name, {})[name] = found
@@ -242,9 +244,13 @@ def first_steps(arguments: argparse.Namespace, names: list[str], record: dict) -
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="7b-n256,olmoe,qwen3-30b", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument(
+        "--shapes", type=names_of(SHAPES), default="7b-n256,olmoe,qwen3-30b", help=f"of {', '.join(SHAPES)}"
+    )
     parser.add_argument("--routing", choices=["uniform", "zipf", "rounded"], default="uniform")
-    parser.add_argument("--backends", default="cute_sm90", help=f"backends, and peers: {', '.join(PEERS)}")
+    parser.add_argument(
+        "--backends", type=names_of(CONTENDERS), default="cute_sm90", help=f"backends, and peers: {', '.join(PEERS)}"
+    )
     parser.add_argument("--with-routing", action="store_true", help="the whole layer, with and without rounding")
     parser.add_argument("--cold-start", action="store_true", help="the first step of fresh processes, in seconds")
     parser.add_argument("--rounds", type=int, default=7)
@@ -254,12 +260,13 @@ def main() -> None:
     )
     parser.add_argument("--json", type=output_file, help="write everything here, after every shape")
     arguments = parser.parse_args()
-    names = arguments.backends.split(",")
+    names = arguments.backends
     others = set(names) & set(PEERS)
     if arguments.with_routing and (others - {"sonicmoe"} or arguments.routing == "rounded"):
         parser.error("--with-routing times uniform or zipf loads, of backends and sonicmoe: both are rounded there")
     if arguments.cold_start and others:
         parser.error("--cold-start takes backends only")
+    need_gpu()
     peers = available_peers([name for name in names if name in PEERS])
     names = [name for name in names if name in peers or name not in PEERS]
     record = new_record(routing=arguments.routing, errors={}, shapes={})

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.options import output_file
 from benchmarks.steps import Steps
-from benchmarks.timing import new_record, output_file, write_record
+from benchmarks.timing import new_record, write_record
 from launch.plan import Plan, make_plan
 from launch.preflight import compose_run
 from training.build import Kernels

@@ -12,9 +12,10 @@ import argparse
 import torch
 
 from benchmarks.layer_inputs import make_inputs
+from benchmarks.options import output_file
 from benchmarks.rounding_plot import draw
 from benchmarks.shapes import SHAPES, MoEShape
-from benchmarks.timing import in_turns, new_record, output_file, write_record
+from benchmarks.timing import in_turns, new_record, write_record
 from benchmarks.whole_layer import KINDS, TILE_M, count_tiles, make_router, ours, route
 from moe_kernels import BackendName
 from moe_kernels.dispatch import BACKENDS

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.options import names_of, need_gpu, output_file
 from benchmarks.shapes import SHAPES, MoEShape
-from benchmarks.timing import graph_of, in_turns, launches_of, new_record, output_file, write_record
+from benchmarks.timing import graph_of, in_turns, launches_of, new_record, write_record
 from model.config import MoEConfig, RoutingConfig
 from model.moe import moe_stats
 from model.router import Routed, Router, router_sums
@@ -210,14 +211,20 @@ def measure(shape: MoEShape, rules: list[Rounding | None], *, beside_torch: bool
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="olmoe,qwen3-30b", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--rules", default="nearest", help=f"beside top-K, of {', '.join(r.value for r in Rounding)}")
+    parser.add_argument("--shapes", type=names_of(SHAPES), default="olmoe,qwen3-30b", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument(
+        "--rules",
+        type=names_of(rule.value for rule in Rounding),
+        default="nearest",
+        help=f"beside top-K, of {', '.join(r.value for r in Rounding)}",
+    )
     parser.add_argument("--without-torch", action="store_true", help="time the kernels alone; plans are still compared")
     parser.add_argument("--json", type=output_file, help="write everything here, after every shape")
     arguments = parser.parse_args()
-    rules = [None, *(Rounding(name) for name in arguments.rules.split(","))]
+    need_gpu()
+    rules = [None, *(Rounding(name) for name in arguments.rules)]
     record = new_record(tile_m=TILE_M, num_sequences=NUM_SEQUENCES, shapes={})
-    for name in arguments.shapes.split(","):
+    for name in arguments.shapes:
         results = measure(SHAPES[name], rules, beside_torch=not arguments.without_torch)
         record["shapes"][name] = {"shape": SHAPES[name]._asdict(), "parts": results}
         for part, result in results.items():

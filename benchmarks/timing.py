@@ -1,8 +1,6 @@
 """What benchmarks share: milliseconds of GPU steps that take turns, a limit on what tuning may take, and records."""
 
-import argparse
 import json
-import os
 import signal
 import subprocess
 import time
@@ -114,14 +112,6 @@ def new_record(**fields: object) -> dict:
     """Return the start of a benchmark's JSON: where, when and of what it was measured, and ``fields``."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {"gpu": gpu, "date": date.today().isoformat(), "commit": _commit(), "torch": torch.__version__, **fields}
-
-
-def output_file(text: str) -> Path:
-    """Return the path of a file that can be written: argparse's ``type``, so that nothing is measured for nothing."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path} is no file that can be written: a folder, or in none, or read-only")
-    return path
 
 
 def write_record(record: dict, path: Path | None) -> None:

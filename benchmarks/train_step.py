@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from benchmarks.options import output_file
 from benchmarks.steps import Steps, compose_run, leaving_with_a_message
-from benchmarks.timing import new_record, output_file, write_record
+from benchmarks.timing import new_record, write_record
 from model.counting import count_parameters, flops_per_token
 from training.breakdown import Sizes
 from training.compilations import count_compilations

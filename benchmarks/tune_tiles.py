@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.moe_layer import Layer, make_layer
+from benchmarks.options import names_of, need_gpu, output_file
 from benchmarks.shapes import SHAPES, MoEShape
-from benchmarks.timing import in_turns, new_record, output_file, write_record
+from benchmarks.timing import in_turns, new_record, write_record
 from moe_kernels.cute.compile import KernelCache, KernelKey, default_cache_folder
 from moe_kernels.cute.ops import CuteSm90Backend
 from moe_kernels.cute.tiles import TABLE, KernelForm, TileConfig, rows_bucket, rule_for, table_entries, why_invalid
@@ -160,11 +161,13 @@ def _question(entry: dict) -> tuple:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="olmoe,7b-n256", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--forms", default=",".join(form.value for form in KernelForm))
+    parser.add_argument("--shapes", type=names_of(SHAPES), default="olmoe,7b-n256", help=f"of {', '.join(SHAPES)}")
+    all_forms = [form.value for form in KernelForm]
+    parser.add_argument("--forms", type=names_of(all_forms), default=",".join(all_forms))
     parser.add_argument("--json", type=output_file, required=True, help="write every measurement here")
     arguments = parser.parse_args()
-    shape_names, forms = arguments.shapes.split(","), [KernelForm(name) for name in arguments.forms.split(",")]
+    need_gpu()
+    shape_names, forms = arguments.shapes, list(map(KernelForm, arguments.forms))
     compile_ahead(shape_names, forms)
     record = new_record(entries=[])
     winners = {_question(entry): entry for entry in table_entries()}

@@ -121,7 +121,7 @@ def resolve_backend(name: BackendName, problem: MoEProblem) -> Backend:
         refusals[backend.name] = reason
     raise KernelUnavailable(
         f"no MoE backend for kernels.backend={name.value}, {problem}: {refusals}. "
-        "Use kernels.backend=reference to run slowly anywhere."
+        "Use kernels.backend=auto for the fastest that runs."
     )
 
 

@@ -1,0 +1,36 @@
+"""What the command lines of benchmarks share: refusals that come before anything is measured."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+
+def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return argparse's ``type`` for names of ``known`` with commas between them."""
+    names = list(known)
+
+    def parse(text: str) -> list[str]:
+        chosen = [name.strip() for name in text.split(",")]
+        if unknown := [name for name in chosen if name not in names]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not of {', '.join(names)}")
+        return chosen
+
+    return parse
+
+
+def output_file(text: str) -> Path:
+    """Return the path of a file that can be written: argparse's ``type``, so that nothing is measured for nothing."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} is no file that can be written: a folder, or in none, or read-only")
+    return path
+
+
+def need_gpu() -> None:
+    """Leave with an error where there is no GPU to time."""
+    if not torch.cuda.is_available():
+        sys.exit("error: torch finds no CUDA device, and this benchmark times what runs on one")
