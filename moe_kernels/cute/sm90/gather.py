@@ -14,6 +14,7 @@ from cutlass import Boolean, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 from cutlass.pipeline import Agent, CooperativeGroup, MbarrierArray, PipelineOp
 
+from moe_kernels.cute.common.ring import advance
 from moe_kernels.cute.sm90.block import CHUNK, GATHER_WARPS, LOADER_WARP
 
 _WARP = 32
@@ -53,7 +54,10 @@ class TokenRing:
 
     @cute.jit
     def fill(self, state, token_R, first_row, end_row, slot, phase):
-        """Fetch the tokens of the rows from ``first_row`` on, as soon as the slot is free. Warp 0."""
+        """Fetch the tokens of the rows from ``first_row`` on, as soon as the slot is free. Warp 0.
+
+        Returns the ring's next place.
+        """
         state.empty.wait(slot, phase)
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(cache_mode=LoadCacheMode.ALWAYS), Int32, num_bits_per_copy=32)
         lane = cute.arch.lane_idx()
@@ -66,13 +70,22 @@ class TokenRing:
             target = cute.make_tensor(state.tokens.iterator + (slot * self.batch + lane + _WARP * i), one)
             cute.copy(atom, source, target, pred=inside)
         state.full.arrive(slot, None)
+        return advance(slot, phase, self.slots)
 
     @cute.jit
-    def give_back(self, state, slot):
-        """Say that this warp has read the slot."""
+    def take(self, state, slot, phase, pieces, first_row, base, row_bytes, addresses):
+        """Read from the slot where this lane's chunk of each pass of ``pieces`` lies, into ``addresses``.
+
+        ``base`` is the address of the chunk in token 0. Returns the ring's next place. A gathering warp.
+        """
+        state.full.wait(slot, phase)
+        for i in cutlass.range_constexpr(pieces.passes):  # a row past the end has a token that is never used
+            row = cutlass.min(first_row + i * pieces.row_step, self.batch - 1)
+            addresses[i] = base + Int64(state.tokens[row, slot]) * row_bytes
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             state.empty.arrive(slot, None)
+        return advance(slot, phase, self.slots)
 
 
 class Pieces:

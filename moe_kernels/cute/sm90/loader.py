@@ -135,8 +135,7 @@ class Loader:
             searching = tile.expert >= 0
             if const_expr(self.gathers):
                 if searching:
-                    self.tokens.fill(tokens, operands.token_R, tile.first_row, tile.end_row, slot, phase)
-                    slot, phase = advance(slot, phase, self.tokens.slots)
+                    slot, phase = self.tokens.fill(tokens, operands.token_R, tile.first_row, tile.end_row, slot, phase)
             turn += 1
 
     @cute.jit
@@ -163,6 +162,7 @@ class Loader:
         places = self.pieces.places(warp, lane)
         first, column = self.pieces.first_row(warp, lane), self.pieces.chunk(lane) * CHUNK
         base = operands.rows.tensor.iterator.toint() + column * ELEMENT_BYTES
+        row_bytes = self.contraction * ELEMENT_BYTES
         addresses = cute.make_rmem_tensor((self.pieces.passes,), Int64)
         stage, phase, turn = Int32(0), Int32(1), Int32(0)
         slot, slot_phase = Int32(0), Int32(0)
@@ -170,12 +170,9 @@ class Loader:
             self.queue.expect(queue)
         tile = self.next_tile(queue, turn, warp)
         while tile.expert >= 0:
-            tokens.full.wait(slot, slot_phase)
-            for i in cutlass.range_constexpr(self.pieces.passes):  # a row past the end has a token that is never used
-                row = cutlass.min(first + i * self.pieces.row_step, self.tile.rows - 1)
-                addresses[i] = base + Int64(tokens.tokens[row, slot]) * (self.contraction * ELEMENT_BYTES)
-            self.tokens.give_back(tokens, slot)
-            slot, slot_phase = advance(slot, slot_phase, self.tokens.slots)
+            slot, slot_phase = self.tokens.take(
+                tokens, slot, slot_phase, self.pieces, first, base, row_bytes, addresses
+            )
             rows = tile.end_row - tile.first_row - first
             for k in cutlass.range(self.k_tiles, unroll=1):
                 barriers.empty.wait(stage, phase)

@@ -227,9 +227,8 @@ class WeightGrad:
             if searching:
                 row = work.first_row
                 for _ in cutlass.range(self._k_tiles(work), unroll=1):
-                    self.tokens.fill(tokens, token_R, row, work.end_row, slot, phase)
+                    slot, phase = self.tokens.fill(tokens, token_R, row, work.end_row, slot, phase)
                     row += TILE_DEPTH
-                    slot, phase = advance(slot, phase, _TOKEN_SLOTS)
             turn += 1
 
     @cute.jit
@@ -258,14 +257,9 @@ class WeightGrad:
             if const_expr(self.gathered_width % (CLUSTER * self.gathered_tile) != 0):
                 rows = rows if column < self.gathered_width else Int32(0)
             for k in cutlass.range(self._k_tiles(work), unroll=1):
-                tokens.full.wait(slot, slot_phase)
-                for i in cutlass.range_constexpr(
-                    self.pieces.passes
-                ):  # a row past the end has a token that is never used
-                    row = cutlass.min(first + i * self.pieces.row_step, TILE_DEPTH - 1)
-                    addresses[i] = base + Int64(tokens.tokens[row, slot]) * row_bytes
-                self.tokens.give_back(tokens, slot)
-                slot, slot_phase = advance(slot, slot_phase, _TOKEN_SLOTS)
+                slot, slot_phase = self.tokens.take(
+                    tokens, slot, slot_phase, self.pieces, first, base, row_bytes, addresses
+                )
                 empty.wait(stage, phase)
                 if warp == LOADER_WARP:
                     barrier = full.get_barrier(stage)
