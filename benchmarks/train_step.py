@@ -210,19 +210,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = new_record(arguments={name: str(value) for name, value in vars(arguments).items()}, rows=[])
     lists = (arguments.shapes, arguments.routing, arguments.backends, arguments.checkpointing)
     choices = [Choice(*names) for names in product(*(map(str.strip, names.split(",")) for names in lists))]
-    for choice in choices:  # before the first is measured
+    with leaving_with_a_message():  # all of them before the first is measured
+        configs = [run_config(arguments, choice, world) for choice in choices]
+    for choice, config in zip(choices, configs, strict=True):
         with leaving_with_a_message():
-            run_config(arguments, choice, world)
-    for choice in choices:
-        with leaving_with_a_message():
-            row = _row(arguments, choice, world)
+            row = _row(arguments, choice, config, world)
         if world.is_first:
             record["rows"].append(row)
             print(describe(row), flush=True)
             write_record(record, arguments.json)
-    for number, choice in enumerate(choices if arguments.profile else []):
+    for number, (choice, config) in enumerate(zip(choices, configs, strict=True) if arguments.profile else []):
         with leaving_with_a_message():
-            time_split = _profile(arguments, choice, world)
+            time_split = _profile(arguments, choice, config, world)
         if world.is_first:
             record["rows"][number]["time"] = time_split
             write_record(record, arguments.json)
@@ -230,21 +229,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _profile(arguments: argparse.Namespace, choice: Choice, world: World) -> dict[str, Any] | None:
-    config = run_config(arguments, choice, world)
+def _profile(arguments: argparse.Namespace, choice: Choice, config: RunConfig, world: World) -> dict[str, Any] | None:
     steps = Steps(config, world, draws_on_device=True, random_tokens=arguments.random_tokens)
     for _ in range(arguments.warm_up):
         steps.take()
     hide_objects()
     if world.is_first:
-        print(f"{choice.shape} {choice.routing} {choice.backend} {choice.checkpointing}", flush=True)
+        print(*choice, flush=True)
     time_split = _split(steps, arguments.traces)
     steps.close()
     return time_split
 
 
-def _row(arguments: argparse.Namespace, choice: Choice, world: World) -> dict[str, Any]:
-    config = run_config(arguments, choice, world)
+def _row(arguments: argparse.Namespace, choice: Choice, config: RunConfig, world: World) -> dict[str, Any]:
     start_s = time.perf_counter()
     steps = Steps(config, world, draws_on_device=True, random_tokens=arguments.random_tokens)
     measured = measure(steps, arguments, start_s=start_s)

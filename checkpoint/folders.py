@@ -34,6 +34,14 @@ def write_json(path: Path, values: Any) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def in_short(error: Exception) -> str:
+    """Return what a message says of the ``error`` that a file's contents raised.
+
+    Not its repr, which for a UnicodeDecodeError is the whole file.
+    """
+    return f"{type(error).__name__}: {error}"
+
+
 def flush_to_disk(path: Path) -> None:
     """Return once the file or folder at ``path`` would survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -80,7 +88,7 @@ def why_incomplete(folder: Path) -> str | None:
     try:
         files = json.loads(marker.read_text(encoding="utf-8"))["files"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        return f"its {MARKER} cannot be read ({type(error).__name__}: {error})"
+        return f"its {MARKER} cannot be read ({in_short(error)})"
     for name, known in files.items():
         path = folder / name
         if not path.is_file():

@@ -48,8 +48,7 @@ def to_hf(name: str, tensor: Tensor, attention: AttentionConfig) -> Iterator[tup
         for expert, down_DN in enumerate(tensor):
             yield f"{prefix}mlp.experts.{expert}.down_proj.weight", down_DN
     elif in_block in _QKV:
-        widths = (attention.query_width, attention.key_width, attention.key_width)
-        yield from zip(_qkv_names(prefix, in_block), tensor.split(widths), strict=True)
+        yield from zip(_qkv_names(prefix, in_block), tensor.split(attention.qkv_widths), strict=True)
     else:
         yield _plain_name(name), tensor
 

@@ -4,6 +4,8 @@ training/metrics.py."""
 import json
 from pathlib import Path
 
+from checkpoint.folders import in_short
+
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Return the lines of a metrics.jsonl without those of steps that were lost when a process ended and done again.
@@ -19,9 +21,9 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         except (ValueError, LookupError, TypeError) as error:
             if not line.endswith(b"\n"):
                 break
-            # Not its repr, which for a UnicodeDecodeError is the whole line.
-            reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{path}, line {number} is not a JSON object with progress/step: {reason}") from error
+            raise ValueError(
+                f"{path}, line {number} is not a JSON object with progress/step: {in_short(error)}"
+            ) from error
         if "progress/resumed" in values:
             kept = [earlier for earlier in kept if earlier["progress/step"] <= step]
         else:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from torch.distributed.checkpoint.api import CheckpointException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from checkpoint.folders import sha256_of, why_incomplete
+from checkpoint.folders import in_short, sha256_of, why_incomplete
 from checkpoint.metrics import read_metrics
 from checkpoint.state import TrainState
 from checkpoint.store import checkpoint_of_step, latest_checkpoint, read_train_state, require_complete
@@ -182,7 +182,7 @@ def open_tokenizer(folder: Path) -> SavedTokenizer:
         eos = json.loads((folder / _TOKENIZER_CONFIG).read_text(encoding="utf-8")).get("eos_token")
         eos_token = eos["content"] if isinstance(eos, dict) else eos
     except (ValueError, LookupError, AttributeError) as error:
-        raise ValueError(f"{folder / _TOKENIZER_CONFIG} is damaged: {_in_short(error)}") from error
+        raise ValueError(f"{folder / _TOKENIZER_CONFIG} is damaged: {in_short(error)}") from error
     vocabulary = load_tokenizer(folder / _TOKENIZER_FILE).get_vocab(with_added_tokens=True)
     if eos_token not in vocabulary:
         raise ValueError(f"{folder / _TOKENIZER_CONFIG}: eos_token={eos_token!r} is not in the tokenizer's vocabulary")
@@ -200,11 +200,6 @@ def _read_config(path: Path) -> tuple[dict[str, Any], ModelConfig]:
     return {str(key): value for key, value in values.items()}, config
 
 
-def _in_short(error: Exception) -> str:
-    # The repr of a UnicodeDecodeError is the whole file.
-    return f"{type(error).__name__}: {error}"
-
-
 def _check_tokenizer(data: Path, tokenizer: Path) -> None:
     # An import has no data.json. Every source of a mixture was made with the same tokenizer.
     if not (data.is_file() and tokenizer.is_file()):
@@ -212,7 +207,7 @@ def _check_tokenizer(data: Path, tokenizer: Path) -> None:
     try:
         wanted = json.loads(data.read_bytes())[0]["tokenizer_sha256"]
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{data} is damaged, it must hold a list of manifests: {_in_short(error)}") from error
+        raise ValueError(f"{data} is damaged, it must hold a list of manifests: {in_short(error)}") from error
     found = sha256_of(tokenizer)
     if found != wanted:
         raise ValueError(

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from checkpoint.folders import in_short
 from checkpoint.metrics import read_metrics
 
 
@@ -65,8 +66,9 @@ def unigram_ce(run: Path) -> float:
         tokens = [manifest["held_out"]["tokens"] for manifest in manifests]
         figures = [min(m["unigram_ce_train_fit"], m["unigram_entropy_held_out"]) for m in manifests]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path}, which holds the manifests of the run's data, cannot be read: {reason}") from error
+        raise ValueError(
+            f"{path}, which holds the manifests of the run's data, cannot be read: {in_short(error)}"
+        ) from error
     return float(sum(n * figure for n, figure in zip(tokens, figures, strict=True)) / sum(tokens))
 
 

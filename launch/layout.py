@@ -51,10 +51,8 @@ def layout_of(config: RunConfig, *, gpus: int) -> Layout:
         name: Unit(whole=sum(map(prod, shapes)), shard=sum(_shard(shape, shards) for shape in shapes))
         for name, shapes in shapes_of.items()
     }
-    blocks, size = (
-        [unit_of[f"blocks.{layer}"] for layer in range(config.model.num_layers)],
-        config.parallel.blocks_per_unit,
-    )
+    blocks = [unit_of[f"blocks.{layer}"] for layer in range(config.model.num_layers)]
+    size = config.parallel.blocks_per_unit
     return Layout(
         shards=shards,
         is_sharded=gpus > 1 or config.train.precision is not Precision.fp32,

@@ -23,7 +23,7 @@ class Attention(nn.Module):
         self.kernel = kernel
         query_width, key_width = config.query_width, config.key_width
         # One product: a step of a narrow model is limited by how many its host can launch.
-        self.qkv_proj = nn.Linear(width, query_width + 2 * key_width, bias=config.bias)
+        self.qkv_proj = nn.Linear(width, sum(config.qkv_widths), bias=config.bias)
         self.o_proj = nn.Linear(query_width, width, bias=config.bias)
         if config.qk_norm is QKNorm.full_width:
             self.q_norm = RMSNorm(query_width, eps=norm_eps)
@@ -48,8 +48,7 @@ class Attention(nn.Module):
         models/olmoe/modeling_olmoe.py, and so of every export; OLMoE's own training code clips before the norm
         (allenai/OLMo 0079490, olmo/model.py, OLMoEBlock).
         """
-        key_width = self.config.key_width
-        query, key, value = self.qkv_proj(x_BSD).split((self.config.query_width, key_width, key_width), dim=-1)
+        query, key, value = self.qkv_proj(x_BSD).split(self.config.qkv_widths, dim=-1)
         if self.config.qk_norm is QKNorm.full_width:
             query, key = self.q_norm(query), self.k_norm(key)
         query_BSHA, key_BSGA, value_BSGA = self._heads(query), self._heads(key), self._heads(value)

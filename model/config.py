@@ -111,6 +111,11 @@ class AttentionConfig:
         """G · A, the numbers in a token's keys, and in its values."""
         return self.num_kv_heads * self.head_width
 
+    @property
+    def qkv_widths(self) -> tuple[int, int, int]:
+        """The numbers in a token's queries, keys and values, which one product makes in this order."""
+        return self.query_width, self.key_width, self.key_width
+
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:

@@ -166,7 +166,7 @@ def _num_moe_layers(config: ModelConfig) -> int:
 def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     attention = config.attention
     query_width, key_width = attention.query_width, attention.key_width
-    widths = {"qkv_proj": (query_width + 2 * key_width, config.width), "o_proj": (config.width, query_width)}
+    widths = {"qkv_proj": (sum(attention.qkv_widths), config.width), "o_proj": (config.width, query_width)}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in widths.items():
         shapes[f"{name}.weight"] = shape
