@@ -1,6 +1,7 @@
 # make demo   the whole life of a run on this machine: data, train, stop, resume, evaluate, export, reload
 # make test   tests, ruff and mypy
 # make test-hf4   exports read by transformers 4.57, in an environment of its own
+# make test-oldest  the tests on the oldest torch that pyproject.toml allows, in an environment of its own
 # Each creates its environment first. Another interpreter: make demo PYTHON=python3.12
 PYTHON ?= python3
 # With PYTHON=... on the command line, an environment made with another one is not taken silently.
@@ -11,10 +12,11 @@ BIN    := $(VENV)/bin
 export OMP_WAIT_POLICY ?= passive
 export GOMP_SPINCOUNT ?= 1000
 HF4    := .venv-hf4
+OLDEST := .venv-oldest
 # Exports for test-hf4, made anew by every run of it.
 EXPORTS := runs/test-hf4-exports
 
-.PHONY: demo test test-hf4 format clean same-python
+.PHONY: demo test test-hf4 test-oldest format clean same-python
 
 demo: $(VENV)/installed $(SAME_PYTHON)
 	$(BIN)/python -m launch.demo
@@ -29,6 +31,9 @@ test-hf4: $(VENV)/installed-for-tests $(HF4)/installed
 	rm -rf $(EXPORTS)
 	$(BIN)/python tests/checkpoint/make_exports.py $(EXPORTS)
 	GRISTMILL_EXPORTS=$(EXPORTS) $(HF4)/bin/python -m pytest --confcutdir=tests/checkpoint/hf4 tests/checkpoint/hf4
+
+test-oldest: $(OLDEST)/installed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 format: $(VENV)/installed-for-tests
 	$(BIN)/ruff check --fix .
@@ -57,5 +62,10 @@ $(HF4)/installed: pyproject.toml
 	$(HF4)/bin/python -m pip install --quiet 'torch>=2.11,<2.14' 'transformers>=4.57,<4.58' 'numpy<3' 'safetensors<1' 'pytest<10'
 	@touch $@
 
+$(OLDEST)/installed: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --editable '.[train,data,wandb,lowbit,cute,dev]' 'torch==2.11.*'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(HF4) $(EXPORTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(HF4) $(OLDEST) $(EXPORTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

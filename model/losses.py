@@ -50,7 +50,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + chunk_tokens)
             x_CD = x_TD[chunk]
             logits_CV = x_CD @ weight_VD.T
-            ce_sum += cross_entropy(logits_CV, label_T[chunk])
+            # Not in place: torch 2.11, compiling this Function, then loses the gradient of what is returned.
+            ce_sum = ce_sum + cross_entropy(logits_CV, label_T[chunk])
             dlogits_CV = logits_CV  # overwritten, where a gradient is needed
             if dx_TD is not None:
                 dx_TD[chunk] = dlogits_CV @ weight_VD

@@ -226,7 +226,7 @@ def copy_gradients_by_rows(device_type: str) -> bool:
         return False
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
-        _COPIES.impl("chunk_cat", copy_in, device_type.upper())
+        _COPIES.impl("chunk_cat", copy_in, device_type.upper(), allow_override=True)
     return True
 
 
