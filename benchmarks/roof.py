@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.shapes import MoEShape, work_of
-from benchmarks.timing import ROUND_MS, time_ms
+from benchmarks.timing import in_turns, time_ms
 from moe_kernels import RoutingPlan
 from moe_kernels.dispatch import Backend
 from moe_kernels.side import GatheredSide
+
+ROUNDS = 3
 
 
 def measure_ops(
@@ -37,9 +39,9 @@ def measure_ops(
         "sum": lambda: backend.combine(y_RD, None, plan),
     }
     results = {}
+    times = in_turns(steps, ROUNDS)
     for name, work in work_of(shape, used).items():
-        repeats = max(2, round(ROUND_MS / time_ms(steps[name], 3)))
-        ms = sorted(time_ms(steps[name], repeats) for _ in range(3))[1]
+        ms = times[name]
         roof_ms = 1e3 * max(work.flops / ceilings["matmul_flops"], work.bytes / ceilings["copy_bytes"])
         results[name] = {
             "ms": ms,
@@ -55,8 +57,6 @@ def measure_ceilings() -> dict[str, float]:
     left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     source = torch.empty(2**31, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.empty_like(source)
-    for _ in range(3):
-        left @ right, target.copy_(source)
-    matmul_ms = time_ms(lambda: left @ right, 30)
-    copy_ms = time_ms(lambda: target.copy_(source), 10)
+    matmul_ms = time_ms(lambda: left @ right, 60, lead=60)  # as warm as in_turns makes what is compared with it
+    copy_ms = time_ms(lambda: target.copy_(source), 20, lead=20)
     return {"matmul_flops": 2 * 8192**3 / matmul_ms * 1e3, "copy_bytes": 2 * source.numel() * 2 / copy_ms * 1e3}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-ROUND_MS = 25.0  # of work per contender and round
+ROUND_MS = 100.0  # of timed work per contender and round
 _HEAD_START_CYCLES = 6_000_000  # about 3 ms of the device waiting
 
 Step = Callable[[], object]
@@ -45,14 +45,16 @@ def first_call_s(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def time_ms(step: Step, repeats: int) -> float:
-    """Return milliseconds per call of ``repeats`` calls, one after the other, on the device.
+def time_ms(step: Step, repeats: int, lead: int = 0) -> float:
+    """Return milliseconds per call of ``repeats`` calls, one after the other, on the device, after ``lead`` others.
 
     The device first waits, as it does in a training step whose host is ahead: else the time would hold the host's for
     the first launches.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(_HEAD_START_CYCLES)
+    for _ in range(lead):
+        step()
     start.record()
     for _ in range(repeats):
         step()
@@ -64,13 +66,17 @@ def time_ms(step: Step, repeats: int) -> float:
 def in_turns(steps: Mapping[str, Step], rounds: int, round_ms: float = ROUND_MS) -> dict[str, float]:
     """Return each step's median milliseconds per call over rounds that go through the steps in turn.
 
-    A card under load changes its clocks: contenders timed one after the other would not be timed alike.
+    A card at its power limit changes its clocks with what ran in the last tens of milliseconds: by up to a fifth
+    (docs/kernels.md). So a step first runs untimed for as long as it is timed, which leaves what ran before it out of
+    its time, and each round starts with the next step, so that none always follows the same one.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     repeats = {name: max(2, round(round_ms / time_ms(step, 2))) for name, step in steps.items()}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            times[name].append(time_ms(step, repeats[name]))
+    names = list(steps)
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            times[name].append(time_ms(steps[name], repeats[name], lead=repeats[name]))
     return {name: sorted(measured)[rounds // 2] for name, measured in times.items()}
 
 

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from benchmarks.timing import Outlasted, new_record, time_limit, write_record
+from benchmarks import timing
+from benchmarks.timing import Outlasted, in_turns, new_record, time_limit, write_record
 
 
 def try_candidates_for(seconds):
@@ -28,6 +29,19 @@ def test_a_call_within_its_time_is_left_alone_and_so_is_what_follows():
     with time_limit(0.0):
         time.sleep(0.1)
     time.sleep(0.1)
+
+
+def test_no_step_always_follows_the_same_one_and_each_runs_untimed_first(monkeypatch):
+    calls = []
+
+    def time_ms(step, repeats, lead=0):
+        calls.append((step(), repeats, lead))
+        return 1.0
+
+    monkeypatch.setattr(timing, "time_ms", time_ms)
+    assert in_turns({name: lambda name=name: name for name in "abc"}, 3, round_ms=5.0) == {"a": 1, "b": 1, "c": 1}
+    assert [name for name, *_ in calls] == ["a", "b", "c", *"abc", *"bca", *"cab"]
+    assert {(repeats, lead) for _, repeats, lead in calls[3:]} == {(5, 5)}
 
 
 def test_a_record_says_where_and_when_and_is_written_where_asked(tmp_path):
