@@ -23,10 +23,19 @@ from model.decoder import Decoder
 from model.moe import MoE
 from training.compilations import require_compiler
 from training.config import ActivationCheckpointing, ParallelConfig, Precision
-from training.copy_in import copy_in
+from training.copy_in import gather_in, scatter_in
 from training.world import World
 
-_COPIES = torch.library.Library("fsdp", "IMPL")
+_LIBRARY = torch.library.Library("fsdp", "IMPL")
+# FSDP's operators: their signatures, and what takes their place.
+_COPIES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "all_gather_copy_in": (
+        "(Tensor[] all_gather_inputs, Tensor all_gather_output, SymInt[] inp_split_sizes,"
+        " SymInt all_gather_input_numel, SymInt rank) -> (Tensor, Tensor)",
+        gather_in,
+    ),
+    "chunk_cat": ("(Tensor[] tensors, int dim, int num_chunks, *, Tensor(a!) out) -> ()", scatter_in),
+}
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 # What is kept, by name because not every build of torch has every attention operator: attention and the MoE op are the
 # most expensive parts of a block, and the MoE op keeps x, h and the scores anyway.
@@ -190,7 +199,7 @@ def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: to
     )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     shards = mesh["shard"].size()
-    copy_gradients_by_rows(mesh.device_type)
+    copy_by_rows(mesh.device_type)
     blocks, size = list(model.blocks), config.blocks_per_unit
     units = [blocks[start : start + size] for start in range(0, len(blocks), size)]
     for unit in units:
@@ -215,19 +224,23 @@ def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: to
 
 
 @cache
-def copy_gradients_by_rows(device_type: str) -> bool:
-    """Let FSDP fill its reduce-scatters by ``copy_in`` in this process; return whether this torch's FSDP would.
+def copy_by_rows(device_type: str) -> bool:
+    """Let FSDP fill its messages by copy_in.py in this process; return whether this torch's FSDP would.
 
-    There is no public way to say so. The operator that FSDP calls is replaced if it is the one that is known.
+    There is no public way to say so. The operators that FSDP calls are replaced if they are those that are known.
     """
-    operator = getattr(torch.ops.fsdp, "chunk_cat", None)
-    known = "fsdp::chunk_cat(Tensor[] tensors, int dim, int num_chunks, *, Tensor(a!) out) -> ()"
-    if operator is None or str(operator.default._schema) != known:
+    if not all(_schema_of(name) == f"fsdp::{name}{signature}" for name, (signature, _) in _COPIES.items()):
         return False
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
-        _COPIES.impl("chunk_cat", copy_in, device_type.upper(), allow_override=True)
+        for name, (_, copy) in _COPIES.items():
+            _LIBRARY.impl(name, copy, device_type.upper(), allow_override=True)
     return True
+
+
+def _schema_of(name: str) -> str | None:
+    operator = getattr(torch.ops.fsdp, name, None)
+    return None if operator is None else str(operator.default._schema)
 
 
 def _prefetch(firsts: list[Any], num_ahead: int) -> None:
