@@ -168,9 +168,10 @@ def _kept(s: Sizes, needed: set[str]) -> set[str]:
         return kept
     # What operators return is kept whole; compiled code drops the MoE op's output, which no gradient reads.
     kept |= {"attended", "h", "scores", "logits", "plan"} | (set() if s.is_compiled else {"moe output", "routed"})
+    # A block's first, third and fifth product: training/parallel.py.
+    kept |= {"q, k", "values", "gate"} | (set() if s.is_compiled else {"dense output"})
     if s.checkpointing is ActivationCheckpointing.elementwise:
-        products = {"q, k", "values", "attention's projection", "gate, up"}
-        kept |= products | (set() if s.is_compiled else {"dense output"})
+        kept |= {"attention's projection", "up"}
     return kept
 
 
@@ -223,7 +224,7 @@ def _moe_tensors(s: Sizes) -> dict[str, int]:
 def _dense(s: Sizes) -> dict[str, int]:
     assert s.model.dense_width is not None
     tensor = s.c * s.T * s.model.dense_width
-    return {"gate, up": 2 * tensor, "silu, product": 2 * tensor, "dense output": s.stream}
+    return {"gate": tensor, "up": tensor, "silu, product": 2 * tensor, "dense output": s.stream}
 
 
 def _routed(s: Sizes) -> int:

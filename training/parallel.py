@@ -56,10 +56,8 @@ _ROUTING_OPS = {
     "gristmill::plan_from_mask",
     "gristmill::round_to_tiles",
 }
-_SAVED_OPS = {
-    ActivationCheckpointing.selective: _EXPENSIVE_OPS | _ROUTING_OPS,
-    ActivationCheckpointing.elementwise: _EXPENSIVE_OPS | _ROUTING_OPS | {"aten::mm", "aten::addmm"},
-}
+_PRODUCTS = {"aten::mm", "aten::addmm"}
+_KEEPS_EVERY_NTH_PRODUCT = {ActivationCheckpointing.selective: 2, ActivationCheckpointing.elementwise: 1}
 
 
 def build_parallel(
@@ -174,17 +172,30 @@ def checkpoint_activations(model: Decoder, mode: ActivationCheckpointing) -> Non
     if mode is ActivationCheckpointing.none:
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if mode in _SAVED_OPS:
-        policy = partial(_selective_policy, _SAVED_OPS[mode])
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    if mode in _KEEPS_EVERY_NTH_PRODUCT:
+        options["context_fn"] = partial(_contexts, _KEEPS_EVERY_NTH_PRODUCT[mode])
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, **options)
 
 
-def _selective_policy(saved: set[str], _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # FlexAttention is a higher-order operator, which has a name but no overloads.
-    names = {op._name} if not isinstance(op, torch._ops.OpOverload) else {op._schema.name, op.name()}
-    return CheckpointPolicy.PREFER_RECOMPUTE if saved.isdisjoint(names) else CheckpointPolicy.MUST_SAVE
+def _contexts(nth: int) -> tuple[Any, Any]:
+    """Return what a block's forward and its recomputation run in: the first product is kept, and each ``nth`` after.
+
+    In order they are those of queries, keys and values, of attention's projection, and of a dense MLP its three.
+    Source: torchtitan 0.2.2, distributed/activation_checkpoint.py, which keeps every second product.
+    """
+    products = {False: 0, True: 0}  # counted so far, in the forward and in the recomputation
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        # FlexAttention is a higher-order operator, which has a name but no overloads.
+        names = {op._name} if not isinstance(op, torch._ops.OpOverload) else {op._schema.name, op.name()}
+        is_kept = not names.isdisjoint(_EXPENSIVE_OPS | _ROUTING_OPS)
+        if not is_kept and not names.isdisjoint(_PRODUCTS):
+            is_kept = products[context.is_recompute] % nth == 0
+            products[context.is_recompute] += 1
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: torch.dtype) -> None:

@@ -4,8 +4,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from model.config import AttentionConfig, ModelConfig, MoEConfig, RoutingConfig
 from model.decoder import Decoder
@@ -13,10 +15,11 @@ from model.documents import Documents
 from model.moe import moe_problem
 from moe_kernels import BackendName, RoutingKind, resolve_backend
 from tests.training.op_counter import OpCounter
+from training import parallel
 from training.audit import audit_first_step
 from training.config import ActivationCheckpointing, DeviceName, OptimConfig, ParallelConfig, Precision, RunConfig
 from training.optim import build_optimizer
-from training.parallel import _SAVED_OPS, DTYPES, _selective_policy, build_mesh, build_parallel
+from training.parallel import DTYPES, build_mesh, build_parallel
 from training.trainer import Trainer
 from training.world import World, open_world
 
@@ -78,30 +81,59 @@ def test_the_moe_op_runs_once_a_step_unless_everything_is_recomputed(
     assert attention == times * CONFIG.num_layers
 
 
-def test_elementwise_checkpointing_multiplies_no_matrix_again() -> None:
-    products = {}
-    for mode in ActivationCheckpointing:
-        model = build(activation_checkpointing=mode)
-        with OpCounter() as counter:
-            forward_backward(model)
-        products[mode] = counter.calls["aten::mm"]
-    assert products[ActivationCheckpointing.elementwise] == products[ActivationCheckpointing.none]
-    assert products[ActivationCheckpointing.selective] > products[ActivationCheckpointing.none]
+def products_in(graph: torch.fx.GraphModule) -> int:
+    return sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes)
 
 
-def test_what_selective_checkpointing_keeps_is_attention_the_experts_and_the_routing() -> None:
-    def keeps(mode: ActivationCheckpointing, op: Any) -> bool:
-        return _selective_policy(_SAVED_OPS[mode], None, op) is CheckpointPolicy.MUST_SAVE
+def backward_products(mode: ActivationCheckpointing) -> tuple[int, int]:
+    """Return how many products a block's backward makes, uncompiled and as traced for a compiler."""
+    model = build(activation_checkpointing=mode)
+    ids = torch.randint(50, (4, 17), generator=torch.Generator().manual_seed(0))
+    loss = model(ids[:, :-1], ids[:, 1:], routing=RoutingKind.token_rounding).ce_sum
+    with OpCounter() as counter:
+        loss.backward()
+    graphs: list[int] = []
 
-    aten, selective = torch.ops.aten, ActivationCheckpointing.selective
-    assert keeps(selective, torch.ops.gristmill.moe_experts_fwd.default)
-    assert keeps(selective, aten._scaled_dot_product_flash_attention.default)
-    # The router's product alone has a dtype of its own.
-    assert keeps(selective, aten.mm.dtype)
-    assert not keeps(selective, aten.mm.default)
-    assert keeps(ActivationCheckpointing.elementwise, aten.mm.dtype)
-    assert keeps(ActivationCheckpointing.elementwise, aten.mm.default)
-    assert not keeps(ActivationCheckpointing.elementwise, aten.mul.Tensor)
+    def keep_count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(products_in(graph))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=keep_count, bw_compiler=keep_count, partition_fn=min_cut_rematerialization_partition
+    )
+    torch._dynamo.reset()
+    model = build(activation_checkpointing=mode)
+    parallel.compile_blocks(model, backend=backend)
+    forward_backward(model)
+    return counter.calls["aten::mm"] // CONFIG.num_layers, graphs[-1]
+
+
+def test_of_the_products_selective_checkpointing_repeats_one_a_block() -> None:
+    once, kept = (backward_products(ActivationCheckpointing[name]) for name in ("none", "elementwise"))
+    assert kept == once
+    # Attention's projection. That of queries, keys and values is kept, and the router's is the third, or has a dtype.
+    assert backward_products(ActivationCheckpointing.selective) == (once[0] + 1, once[1] + 1)
+
+
+def test_what_selective_checkpointing_keeps_is_attention_the_experts_and_the_routing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parallel, "create_selective_checkpoint_contexts", lambda policy: policy)
+    aten = torch.ops.aten
+    forward, again = (SelectiveCheckpointContext(is_recompute=again) for again in (False, True))
+
+    def kept(nth: int, *ops: Any) -> list[bool]:
+        policy: Any = parallel._contexts(nth)
+        in_forward = [policy(forward, op) is CheckpointPolicy.MUST_SAVE for op in ops]
+        assert [policy(again, op) is CheckpointPolicy.MUST_SAVE for op in ops] == in_forward
+        return in_forward
+
+    others = [torch.ops.gristmill.moe_experts_fwd.default, aten._scaled_dot_product_flash_attention.default]
+    # The router's product alone has a dtype of its own, and is not counted.
+    products = [aten.mm.default, *others, aten.addmm.default, aten.mm.dtype, aten.mm.default, aten.mm.default]
+    assert kept(2, *products) == [True, True, True, False, True, True, False]
+    assert kept(1, *products) == [True] * 7
+    assert kept(1, aten.mul.Tensor) == [False]
 
 
 @pytest.mark.parametrize("mode", ActivationCheckpointing)

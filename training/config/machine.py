@@ -32,7 +32,7 @@ class ActivationCheckpointing(Enum):
 
     none = "none"
     elementwise = "elementwise"  # norms, rotations and sums; not matrix products, attention and the MoE op
-    selective = "selective"  # everything but attention and the MoE op
+    selective = "selective"  # those, and of a block's matrix products every second one: attention's projection
     full = "full"
 
 
