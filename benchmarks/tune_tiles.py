@@ -57,6 +57,8 @@ def candidates(form: KernelForm) -> list[TileConfig]:
             ]
         case _:  # weight gradients
             tiles = [rule, replace(rule, store_columns=32, store_sets=2)]
+            if form is KernelForm.weight_grad_left:
+                tiles.append(replace(rule, rows=256, columns=192, stages=3, store_sets=1))
     return [tile for tile in dict.fromkeys(tiles) if why_invalid(form, tile, ARCH) is None]
 
 
