@@ -22,12 +22,14 @@ from launch.preflight import compose_run
 from model.attend import AttentionKernel
 from model.block import DecoderBlock
 from model.config import AttentionConfig, ModelConfig, MoEConfig, QKNorm, RoutingConfig
+from model.decoder import Decoder
 from model.rope import rotary_tables
 from moe_kernels import BackendName, RoutingKind
 from moe_kernels.dispatch import BACKENDS
 from training.build import Kernels, build_model, choose_kernels
 from training.config import ActivationCheckpointing, DeviceName, RunConfig
 from training.optim import build_optimizer
+from training.parallel import checkpoint_activations, compile_blocks
 from training.step import MicroBatch, StepInput, train_step
 from training.world import World, open_world
 
@@ -133,6 +135,42 @@ def test_an_uncompiled_block_keeps_what_autograd_saves(qk_norm: QKNorm, dtype: t
             of_router = saved_bytes(lambda: router(y_TD, **routing), list(router.parameters()))  # noqa: B023
             saved -= of_router - y_TD.nbytes - 4 * s.T * 8
         assert block_memory(s, layer).kept == pytest.approx(saved, rel=0.002)  # offsets, and sums of a sequence
+
+
+@pytest.mark.parametrize("mode", [ActivationCheckpointing.elementwise, ActivationCheckpointing.selective])
+def test_a_compiled_dense_block_keeps_what_its_checkpointing_says(mode: ActivationCheckpointing) -> None:
+    model = ModelConfig(
+        vocab_size=64,
+        width=64,
+        num_layers=2,
+        dense_layers=[0],
+        dense_width=320,
+        attention=AttentionConfig(num_heads=6, num_kv_heads=3, head_width=24),
+        moe=MoEConfig(num_experts=8, experts_per_token=2, expert_width=40, routing=RoutingConfig(tile_m=16)),
+    )
+    B, S = 2, 64
+    s = Sizes(
+        model=model,
+        T=B * S,
+        S=S,
+        R=B * S * 2,
+        c=2,
+        is_portable=True,
+        is_compiled=True,
+        checkpointing=mode,
+        recompute_h=False,
+        mask_documents=False,
+        mask=0,
+    )
+    decoder = Decoder(model, backend=BACKENDS[BackendName.portable]).bfloat16()
+    checkpoint_activations(decoder, mode)
+    compile_blocks(decoder, backend="aot_eager")  # it divides forward and backward as Inductor does
+    x_BSD = torch.randn(B, S, 64).bfloat16().requires_grad_()
+    tables = rotary_tables(torch.arange(S), head_width=24, theta=1e4)
+    block = decoder.blocks[0]
+    owned = [*block.parameters(), tables.cos_SA, tables.sin_SA]
+    saved = saved_bytes(lambda: block(x_BSD, tables, routing=RoutingKind.top_k, seed=None), owned)
+    assert block_memory(s, 0).kept == saved
 
 
 # -- what a whole step allocates

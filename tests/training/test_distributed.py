@@ -96,7 +96,7 @@ UNITS += [
     replace(DEEPER, blocks_per_unit=2, checkpointing=mode, reshard_after_forward=False)
     for mode in (ActivationCheckpointing.selective, ActivationCheckpointing.full)
 ]
-# elementwise is selective with a longer list.
+# elementwise is selective that keeps every product.
 MODES = (ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full)
 
 

@@ -1,12 +1,13 @@
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from model.config import AttentionConfig, ModelConfig, MoEConfig, RoutingConfig
@@ -19,7 +20,7 @@ from training import parallel
 from training.audit import audit_first_step
 from training.config import ActivationCheckpointing, DeviceName, OptimConfig, ParallelConfig, Precision, RunConfig
 from training.optim import build_optimizer
-from training.parallel import DTYPES, build_mesh, build_parallel
+from training.parallel import DTYPES, build_mesh, build_parallel, checkpoint_activations, compile_blocks
 from training.trainer import Trainer
 from training.world import World, open_world
 
@@ -81,38 +82,57 @@ def test_the_moe_op_runs_once_a_step_unless_everything_is_recomputed(
     assert attention == times * CONFIG.num_layers
 
 
-def products_in(graph: torch.fx.GraphModule) -> int:
-    return sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes)
+class ProductCounter(TorchDispatchMode):
+    """Counts matrix products by the shape of their right-hand side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ("aten::mm", "aten::addmm"):
+            self.calls[tuple(args[-1].shape)] += 1
+        return func(*args, **(kwargs or {}))
 
 
-def backward_products(mode: ActivationCheckpointing) -> tuple[int, int]:
-    """Return how many products a block's backward makes, uncompiled and as traced for a compiler."""
-    model = build(activation_checkpointing=mode)
-    ids = torch.randint(50, (4, 17), generator=torch.Generator().manual_seed(0))
-    loss = model(ids[:, :-1], ids[:, 1:], routing=RoutingKind.token_rounding).ce_sum
-    with OpCounter() as counter:
-        loss.backward()
-    graphs: list[int] = []
-
-    def keep_count(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(products_in(graph))
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(
-        fw_compiler=keep_count, bw_compiler=keep_count, partition_fn=min_cut_rematerialization_partition
+def products_of_a_backward(mode: ActivationCheckpointing, *, bias: bool, compiled: bool) -> Counter[tuple[int, ...]]:
+    """Return the matrix products in the backward of two blocks with experts and a dense one, in a second step."""
+    # The widths of the stream, of queries, of all three and of the MLP differ, and with them the weights' shapes.
+    config = replace(
+        CONFIG,
+        num_layers=3,
+        dense_layers=[1],
+        dense_width=20,
+        attention=AttentionConfig(num_heads=3, num_kv_heads=1, head_width=8, bias=bias),
     )
-    torch._dynamo.reset()
-    model = build(activation_checkpointing=mode)
-    parallel.compile_blocks(model, backend=backend)
-    forward_backward(model)
-    return counter.calls["aten::mm"] // CONFIG.num_layers, graphs[-1]
+    backend = resolve_backend(
+        BackendName.reference, moe_problem(config, tokens=64, dtype=torch.float32, device=ALONE.device)
+    )
+    model = Decoder(config, backend=backend)
+    model.init_weights(0)
+    checkpoint_activations(model, mode)
+    if compiled:
+        torch._dynamo.reset()
+        compile_blocks(model, backend="aot_eager")  # it divides forward and backward as Inductor does
+    ids = torch.randint(50, (4, 17), generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        loss = model(ids[:, :-1], ids[:, 1:], routing=RoutingKind.token_rounding).ce_sum
+        with ProductCounter() as counter:
+            loss.backward()
+    return counter.calls
 
 
-def test_of_the_products_selective_checkpointing_repeats_one_a_block() -> None:
-    once, kept = (backward_products(ActivationCheckpointing[name]) for name in ("none", "elementwise"))
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_selective_checkpointing_repeats_every_second_product_and_elementwise_none(compiled: bool, bias: bool) -> None:
+    once, kept, selective = (
+        products_of_a_backward(ActivationCheckpointing[name], bias=bias, compiled=compiled)
+        for name in ("none", "elementwise", "selective")
+    )
     assert kept == once
-    # Attention's projection. That of queries, keys and values is kept, and the router's is the third, or has a dtype.
-    assert backward_products(ActivationCheckpointing.selective) == (once[0] + 1, once[1] + 1)
+    # Attention's projection in all three blocks and up in the dense one, not queries, keys and values (16, 40).
+    repeated = {(24, 16): 3, (16, 20): 1}
+    assert selective == once + Counter(repeated)
 
 
 def test_what_selective_checkpointing_keeps_is_attention_the_experts_and_the_routing(
