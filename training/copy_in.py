@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+_HAS_TRITON = find_spec("triton") is not None
 _WORTH_A_LAUNCH = 1 << 22  # values of a row's part from which it is copied alone
 
 
@@ -46,7 +47,7 @@ def _copy(places: list[Tensor], sources: list[Tensor]) -> None:
         if source.shape[1] < _WORTH_A_LAUNCH:
             small_places += place.unbind()
             small_rows += source.unbind()
-        elif source.dtype == place.dtype or not source.is_cuda or find_spec("triton") is None:
+        elif source.dtype == place.dtype or not source.is_cuda or not _HAS_TRITON:
             for row, values in zip(place.unbind(), source.unbind(), strict=True):
                 row.copy_(values)
         else:

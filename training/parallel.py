@@ -56,6 +56,7 @@ _ROUTING_OPS = {
     "gristmill::plan_from_mask",
     "gristmill::round_to_tiles",
 }
+_KEPT_OPS = _EXPENSIVE_OPS | _ROUTING_OPS
 _PRODUCTS = {"aten::mm", "aten::addmm"}
 _KEEPS_EVERY_NTH_PRODUCT = {ActivationCheckpointing.selective: 2, ActivationCheckpointing.elementwise: 1}
 
@@ -189,7 +190,7 @@ def _contexts(nth: int) -> tuple[Any, Any]:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         # FlexAttention is a higher-order operator, which has a name but no overloads.
         names = {op._name} if not isinstance(op, torch._ops.OpOverload) else {op._schema.name, op.name()}
-        is_kept = not names.isdisjoint(_EXPENSIVE_OPS | _ROUTING_OPS)
+        is_kept = not names.isdisjoint(_KEPT_OPS)
         if not is_kept and not names.isdisjoint(_PRODUCTS):
             is_kept = products[context.is_recompute] % nth == 0
             products[context.is_recompute] += 1

@@ -83,21 +83,10 @@ def saved_bytes(run: Callable[[], Any], parameters: list[Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in own)
 
 
-@pytest.mark.parametrize("recompute_h", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("qk_norm", QKNorm)
-def test_an_uncompiled_block_keeps_what_autograd_saves(qk_norm: QKNorm, dtype: torch.dtype, recompute_h: bool) -> None:
-    model = ModelConfig(
-        vocab_size=64,
-        width=64,
-        num_layers=2,
-        dense_layers=[1],
-        dense_width=96,
-        attention=AttentionConfig(num_heads=6, num_kv_heads=3, head_width=24, qk_norm=qk_norm),
-        moe=MoEConfig(num_experts=8, experts_per_token=2, expert_width=40, routing=RoutingConfig(tile_m=16)),
-    )
+def one_block_sizes(model: ModelConfig, dtype: torch.dtype, **changes: Any) -> Sizes:
+    """Return the sizes of two sequences of 64 tokens, uncompiled and not checkpointed but for ``changes``."""
     B, S = 2, 64
-    s = Sizes(
+    sizes = Sizes(
         model=model,
         T=B * S,
         S=S,
@@ -106,10 +95,33 @@ def test_an_uncompiled_block_keeps_what_autograd_saves(qk_norm: QKNorm, dtype: t
         is_portable=True,
         is_compiled=False,
         checkpointing=ActivationCheckpointing.none,
-        recompute_h=recompute_h,
+        recompute_h=False,
         mask_documents=False,
         mask=0,
     )
+    return replace(sizes, **changes)
+
+
+def one_dense_layer(layer: int, *, dense_width: int, qk_norm: QKNorm = QKNorm.full_width) -> ModelConfig:
+    """Return two layers of which ``layer`` is dense."""
+    return ModelConfig(
+        vocab_size=64,
+        width=64,
+        num_layers=2,
+        dense_layers=[layer],
+        dense_width=dense_width,
+        attention=AttentionConfig(num_heads=6, num_kv_heads=3, head_width=24, qk_norm=qk_norm),
+        moe=MoEConfig(num_experts=8, experts_per_token=2, expert_width=40, routing=RoutingConfig(tile_m=16)),
+    )
+
+
+@pytest.mark.parametrize("recompute_h", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("qk_norm", QKNorm)
+def test_an_uncompiled_block_keeps_what_autograd_saves(qk_norm: QKNorm, dtype: torch.dtype, recompute_h: bool) -> None:
+    model = one_dense_layer(1, dense_width=96, qk_norm=qk_norm)
+    s = one_block_sizes(model, dtype, recompute_h=recompute_h)
+    B, S = 2, s.S
     torch.manual_seed(0)
     for layer in range(2):
         block = DecoderBlock(
@@ -139,29 +151,9 @@ def test_an_uncompiled_block_keeps_what_autograd_saves(qk_norm: QKNorm, dtype: t
 
 @pytest.mark.parametrize("mode", [ActivationCheckpointing.elementwise, ActivationCheckpointing.selective])
 def test_a_compiled_dense_block_keeps_what_its_checkpointing_says(mode: ActivationCheckpointing) -> None:
-    model = ModelConfig(
-        vocab_size=64,
-        width=64,
-        num_layers=2,
-        dense_layers=[0],
-        dense_width=320,
-        attention=AttentionConfig(num_heads=6, num_kv_heads=3, head_width=24),
-        moe=MoEConfig(num_experts=8, experts_per_token=2, expert_width=40, routing=RoutingConfig(tile_m=16)),
-    )
-    B, S = 2, 64
-    s = Sizes(
-        model=model,
-        T=B * S,
-        S=S,
-        R=B * S * 2,
-        c=2,
-        is_portable=True,
-        is_compiled=True,
-        checkpointing=mode,
-        recompute_h=False,
-        mask_documents=False,
-        mask=0,
-    )
+    model = one_dense_layer(0, dense_width=320)
+    s = one_block_sizes(model, torch.bfloat16, is_compiled=True, checkpointing=mode)
+    B, S = 2, s.S
     decoder = Decoder(model, backend=BACKENDS[BackendName.portable]).bfloat16()
     checkpoint_activations(decoder, mode)
     compile_blocks(decoder, backend="aot_eager")  # it divides forward and backward as Inductor does
