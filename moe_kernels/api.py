@@ -1,5 +1,7 @@
 """moe_experts: the routed expert MLP, with its arguments checked in words. The computation is in layer_op.py."""
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -83,8 +85,6 @@ def _check_arguments(x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, score_TE: 
 
 
 def _is_dtensor(tensor: Tensor) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - absent from builds of torch without distributed
-
-    return isinstance(tensor, DTensor)
+    # Whoever has one has imported this; importing it here would cost a process without sharding half a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)

@@ -12,10 +12,10 @@ same memory to the next layer, so that they exist once and not once a layer.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from moe_kernels.dispatch import BACKENDS, Backend, BackendName
+from moe_kernels.operators import operator
 from moe_kernels.routing.plan import RoutingPlan
 from moe_kernels.side import GatheredSide
 
@@ -31,7 +31,7 @@ class ExpertGrads(NamedTuple):
     score_TE: Tensor | None
 
 
-@torch.library.custom_op("gristmill::moe_experts_fwd", mutates_args=())
+@operator("moe_experts_fwd")
 def moe_experts_fwd(
     x_TD: Tensor,
     w_gate_up: Tensor,
@@ -80,7 +80,7 @@ def _(
     return x_TD.new_empty(x_TD.shape), h_R2N, score_TE.new_empty(R)
 
 
-@torch.library.custom_op("gristmill::moe_experts_bwd", mutates_args=())
+@operator("moe_experts_bwd")
 def moe_experts_bwd(
     dout_TD: Tensor,
     x_TD: Tensor,
@@ -137,7 +137,7 @@ def _(
     return dh_R2N, dw_down, score_R.new_empty(x_TD.shape[0], w_down.shape[0])
 
 
-@torch.library.custom_op("gristmill::moe_experts_bwd_up", mutates_args=())
+@operator("moe_experts_bwd_up")
 def moe_experts_bwd_up(
     dh_R2N: Tensor,
     x_TD: Tensor,

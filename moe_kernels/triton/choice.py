@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_kernels.operators import operator
+
 _ELEMENTS = 2048  # (token, expert) pairs of one program
 _PER_THREAD = 16  # of them; with 32 the router's kernels spill registers
 
@@ -47,7 +49,7 @@ def choose(value_TE: Tensor, bias_E: Tensor | None, K: int, *, transposed: bool)
     return Chosen(*torch.ops.gristmill.choose_top_k(value_TE, bias_E, K, transposed))
 
 
-@torch.library.custom_op("gristmill::choose_top_k", mutates_args=())
+@operator("choose_top_k")
 def _choose_top_k(value_TE: Tensor, bias_E: Tensor | None, K: int, transposed: bool) -> ChoiceTensors:
     T, E = value_TE.shape
     value_TE = value_TE.contiguous()

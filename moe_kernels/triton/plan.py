@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_kernels.operators import operator
 from moe_kernels.routing.plan import RoutingPlan
 
 _COUNT_CHUNK = 128  # tokens counted together
@@ -70,13 +71,13 @@ def as_plan(tensors: PlanTensors, T: int, E: int, R: int) -> RoutingPlan:
     return RoutingPlan(token_R, expert_R, expert_offsets_E1, token_offsets_T1, row_by_token_R, T, E, R)
 
 
-@torch.library.custom_op("gristmill::plan_from_mask", mutates_args=())
+@operator("plan_from_mask")
 def _plan_from_mask(keep_TE: Tensor, R: int) -> PlanTensors:
     T, E = keep_TE.shape
     return write_plan(keep_TE.contiguous().view(torch.int8), T, E, R=R)
 
 
-@torch.library.custom_op("gristmill::plan_from_experts", mutates_args=())
+@operator("plan_from_experts")
 def _plan_from_experts(expert_TK: Tensor, E: int, R: int) -> PlanTensors:
     return write_plan(expert_TK.contiguous(), expert_TK.shape[0], E, R=R, K=expert_TK.shape[1])
 

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from moe_kernels.operators import operator
 from moe_kernels.routing.counter_hash import checked_seed
 from moe_kernels.routing.kinds import Rounding, RoutingKind
 from moe_kernels.routing.plan import Routing, row_capacity
@@ -81,7 +82,7 @@ def round_choice(
     return Routing(as_plan(plan, T, E, R), top_k_mask_TE=top_k_mask_TE, keep_TE=keep_TE)
 
 
-@torch.library.custom_op("gristmill::round_to_tiles", mutates_args=())
+@operator("round_to_tiles")
 def _round_to_tiles(
     prob_ET: Tensor, top_k_mask_ET: Tensor, count_BE: Tensor, seed: Tensor | None, tile_m: int, rounding: str, R: int
 ) -> RoundedTensors:

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from moe_kernels.operators import operator
 from moe_kernels.triton.choice import block_of
 from moe_kernels.triton.router_kernels import add_shares_kernel, backward_kernel, forward_kernel, split_kernel
 
@@ -71,7 +72,7 @@ def weigh_and_choose(
     )
 
 
-@torch.library.custom_op("gristmill::weigh_and_choose", mutates_args=())
+@operator("weigh_and_choose")
 def _weigh_and_choose(
     logits_TE: Tensor,
     bias_E: Tensor | None,
@@ -162,7 +163,7 @@ def _(logits_TE, bias_E, K, num_sequences, *form) -> RouterTensors:
     return _empty(logits_TE, num_sequences, transposed=form[-1])
 
 
-@torch.library.custom_op("gristmill::weigh_and_choose_bwd", mutates_args=())
+@operator("weigh_and_choose_bwd")
 def _weigh_and_choose_bwd(
     logits_TE: Tensor,
     top_k_mask_TE: Tensor | None,
@@ -228,7 +229,7 @@ def _to_logits(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 _weigh_and_choose.register_autograd(_to_logits, setup_context=_save_for_backward)
 
 
-@torch.library.custom_op("gristmill::split_bf16", mutates_args=())
+@operator("split_bf16")
 def split_bf16(wide_TE: Tensor) -> Tensor:
     """Return bf16 (T, 2E): fp32 ``wide_TE`` rounded, and beside it what the rounding left, rounded in turn."""
     wide_TE = wide_TE.contiguous()

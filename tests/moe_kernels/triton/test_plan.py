@@ -91,7 +91,12 @@ def test_torch_compile_takes_the_operators_whole(device):
     def compiled(keep_TE, expert_TK):
         return kernels.plan_from_mask(keep_TE & True, R=150), kernels.plan_from_experts(expert_TK + 1, 5, R=60)
 
-    by_mask, by_ids = compiled(keep_TE, torch.randint(0, 5, (30, 2), device=device))
+    expert_TK = torch.randint(0, 5, (30, 2), device=device)
+    by_mask, by_ids = compiled(keep_TE, expert_TK)
     assert_same_plan(by_mask, plan_from_mask_torch(keep_TE.cpu(), R=150))
     check_plan(by_ids)
-    torch.library.opcheck(torch.ops.gristmill.plan_from_mask, (keep_TE, 150), test_utils="test_faketensor")
+    for op, arguments in (
+        (torch.ops.gristmill.plan_from_mask, (keep_TE, 150)),
+        (torch.ops.gristmill.plan_from_experts, (expert_TK, 5, 60)),
+    ):
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))

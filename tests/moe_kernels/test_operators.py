@@ -1,0 +1,64 @@
+"""Our operators: what a first call imports, what has no gradient, and what torch.compile makes of them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from moe_kernels import BackendName, moe_experts, route_top_k
+from moe_kernels.dispatch import BACKENDS
+from moe_kernels.testing import random_probs
+
+FIRST_STEP = """
+import sys, torch
+from moe_kernels import BackendName, moe_experts, route_top_k
+from moe_kernels.dispatch import BACKENDS
+
+prob_TE = torch.randn(32, 4).softmax(-1).requires_grad_()
+leaves = [torch.randn(size, requires_grad=True) for size in ((32, 16), (4, 16, 16), (4, 16, 8))]
+plan = route_top_k(prob_TE, 2).plan
+moe_experts(*leaves, prob_TE, plan, backend=BACKENDS[BackendName.reference]).sum().backward()
+assert all(leaf.grad is not None for leaf in (*leaves, prob_TE))
+heavy = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "triton", "cutlass"}
+sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)
+"""
+
+
+def test_a_first_step_imports_no_compiler_and_nothing_distributed():
+    done = subprocess.run([sys.executable, "-c", FIRST_STEP], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def inputs():
+    torch.manual_seed(0)
+    prob_TE = random_probs(24, 4, seed=0)
+    return torch.randn(24, 16), torch.randn(4, 16, 16), torch.randn(4, 16, 8), prob_TE, route_top_k(prob_TE, 2).plan
+
+
+def test_a_second_derivative_is_refused_and_not_wrong(inputs):
+    *tensors, plan = inputs
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    out_TD = moe_experts(*leaves, plan, backend=BACKENDS[BackendName.reference])
+    (dx_TD,) = torch.autograd.grad(out_TD.square().sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"gristmill::moe_experts_bwd\S* has no gradient"):
+        dx_TD.sum().backward()
+
+
+def test_code_that_compiles_only_in_part_gives_the_same_numbers(inputs):
+    *tensors, plan = inputs
+    backend = BACKENDS[BackendName.reference]
+
+    def run(x_TD):
+        x_TD = x_TD * 2
+        torch._dynamo.graph_break()
+        return moe_experts(x_TD, *tensors[1:], plan, backend=backend) + 1
+
+    def run_uncompiled_inside(x_TD):  # a generator's frame is not compiled, but what it calls may be
+        return next(run(x_TD) for _ in range(1))
+
+    expected = moe_experts(tensors[0] * 2, *tensors[1:], plan, backend=backend) + 1
+    torch.compiler.reset()
+    for function in (run, run_uncompiled_inside):
+        assert torch.equal(torch.compile(function, backend="aot_eager")(tensors[0]), expected)
