@@ -57,8 +57,6 @@ def candidates(form: KernelForm) -> list[TileConfig]:
             ]
         case _:  # weight gradients
             tiles = [rule, replace(rule, store_columns=32, store_sets=2)]
-            if form is KernelForm.weight_grad_left:
-                tiles.append(replace(rule, rows=256, columns=192, stages=3, store_sets=1))
     return [tile for tile in dict.fromkeys(tiles) if why_invalid(form, tile, ARCH) is None]
 
 
@@ -101,7 +99,7 @@ def compile_ahead(shape_names: list[str], forms: list[KernelForm]) -> None:
         KernelKey(form=form, contraction=X, columns=Y, dtype=torch.bfloat16, arch=ARCH, tile=tile)
         for name in shape_names
         for form in forms
-        for X, Y in [widths(form, SHAPES[name])]
+        for X, Y in [form.widths(SHAPES[name].D, SHAPES[name].N)]
         for tile in candidates(form)
     ]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as processes:
@@ -110,19 +108,6 @@ def compile_ahead(shape_names: list[str], forms: list[KernelForm]) -> None:
 
 def _compile(key: KernelKey) -> None:
     KernelCache(default_cache_folder()).get(key)
-
-
-def widths(form: KernelForm, shape: MoEShape) -> tuple[int, int]:
-    """Return the contraction and the columns of ``form`` in a layer of ``shape``; rows' and columns' widths in a weight
-    gradient."""
-    D, N = shape.D, shape.N
-    match form:
-        case KernelForm.rows_matmul_k_major:
-            return N, D
-        case KernelForm.rows_matmul_n_major | KernelForm.weight_grad_right | KernelForm.weight_grad_right_into:
-            return 2 * N, D
-        case _:
-            return D, N
 
 
 def measure(form: KernelForm, shape_name: str, layer: Layer) -> list[dict]:
@@ -138,7 +123,7 @@ def measure(form: KernelForm, shape_name: str, layer: Layer) -> list[dict]:
         error = ((result.float() - expected).norm() / expected.norm()).item()
         assert error < 4e-3, f"{form.value} on {shape_name}: {tile} differs from the first candidate by {error:.1e}"
         steps.append((tile, step))
-    contraction, columns = widths(form, shape)
+    contraction, columns = form.widths(shape.D, shape.N)
     times = in_turns({str(index): step for index, (_, step) in enumerate(steps)}, ROUNDS, ROUND_MS)
     entries = [
         {

@@ -2,14 +2,23 @@
 
 A kernel's key is what fixes its machine code: form, widths, dtype, architecture and tile, and on disk also the
 compiler's version and a hash of the kernels' source. Row counts, tokens and experts are run-time values, in no key.
+
+A layer needs six kernels and the compiler works on one at a time, so the first one that has to be compiled starts
+processes for the others. A lock on disk lets each kernel be compiled once by all processes that share the folder.
 """
 
+import fcntl
 import hashlib
 import os
+import pickle
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +52,23 @@ class KernelCache:
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        self.num_compiled = 0  # compilations since this cache was made: still zero at the second step of a run
-        self.num_loaded = 0  # kernels read from the folder instead
+        self.num_compiled = 0  # compilations that this cache made or started: not more at the second step of a run
+        self.num_loaded = 0  # kernels read from the folder
         self._kernels: dict[KernelKey, Callable[..., None]] = {}
+        self._helpers: list[subprocess.Popen] = []  # kept to be reaped: a process that ended is no zombie then
 
-    def get(self, key: KernelKey) -> Callable[..., None]:
-        """Return the kernel of ``key``: from memory, else from the folder, else compiled."""
+    def get(self, key: KernelKey, beside: Sequence[KernelKey] = ()) -> Callable[..., None]:
+        """Return the kernel of ``key``: from memory, else from the folder, else compiled.
+
+        If it has to be compiled, other processes compile those of ``beside`` that are missing in the folder meanwhile.
+        """
         kernel = self._kernels.get(key)
         if kernel is None:
-            kernel = self._kernels[key] = self._load(key) or self._compile(key)
+            kernel = self._load(key)
+            if kernel is None:
+                self._start_helpers(beside)
+                kernel = self._compile(key)
+            self._kernels[key] = kernel
         return kernel
 
     def _path(self, key: KernelKey) -> Path | None:
@@ -75,24 +92,100 @@ class KernelCache:
         return build_kernel(key)
 
     def _compile(self, key: KernelKey) -> Callable[..., None]:
-        kernel = self._build(key)
-        self.num_compiled += 1
         path = self._path(key)
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Ranks that compile the same kernel at once each move a whole file into place.
-            with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-                kernel.export_to_c(f"{scratch}/kernel.o", function_name=_FUNCTION)
-                Path(scratch, "kernel.o").replace(path)
+        if path is None:
+            self.num_compiled += 1
+            return self._build(key)
+        with _locked(path):
+            kernel = self._load(key)  # by whoever had the lock
+            if kernel is None:
+                kernel = self._build(key)
+                self.num_compiled += 1
+                _write(kernel, path)
         return kernel
+
+    def _start_helpers(self, keys: Sequence[KernelKey]) -> None:
+        """Start a process for each key that is not on disk and that no process is compiling.
+
+        A helper inherits the lock and holds it until it ends, however it ends; whoever needs its kernel waits for the
+        lock and, if there is no kernel then, compiles it and so sees the error.
+        """
+        self._helpers = [helper for helper in self._helpers if helper.poll() is None]
+        for key in keys:
+            path = self._path(key)
+            if path is None or path.exists():
+                continue
+            lock = _try_lock(path)
+            if lock is None:
+                continue
+            with os.fdopen(lock), suppress(OSError):  # where no process can be started, this one compiles
+                self._helpers.append(_start_helper(key, path, lock))
+                self.num_compiled += 1
+
+
+def _start_helper(key: KernelKey, path: Path, lock: int) -> subprocess.Popen:
+    helper = subprocess.Popen(
+        [sys.executable, "-c", "from moe_kernels.cute.compile import help_compile; help_compile()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=[lock],
+        env={
+            "CUTE_DSL_ARCH": key.arch.replace("sm", "sm_") + "a",
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(str(Path(folder).resolve()) for folder in sys.path),
+        },
+    )
+    assert helper.stdin is not None
+    with helper.stdin as pipe:
+        pickle.dump((key, path), pipe)
+    return helper
+
+
+def help_compile() -> None:
+    """Compile the kernel whose key and path come by standard input: what a helper process does."""
+    from moe_kernels.cute.build import build_kernel  # noqa: PLC0415 - an optional dependency
+
+    key, path = pickle.load(sys.stdin.buffer)
+    _write(build_kernel(key), path)
+
+
+def _write(kernel: Any, path: Path) -> None:
+    # A whole file is moved into place: others may look for it at any time.
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        kernel.export_to_c(f"{scratch}/kernel.o", function_name=_FUNCTION)
+        Path(scratch, "kernel.o").replace(path)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of the kernel at ``path``, once it is free. Some file systems have none; then all compile."""
+    with os.fdopen(_open_lock(path)) as lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _try_lock(path: Path) -> int | None:
+    """Return an open file that holds the lock of the kernel at ``path``, or None if that is not to be had now."""
+    lock = _open_lock(path)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _open_lock(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
 
 
 @cache
 def compiler_version() -> str:
     """Return the version of nvidia-cutlass-dsl."""
-    import cutlass  # noqa: PLC0415 - an optional dependency
-
-    return cutlass.__version__
+    return version("nvidia-cutlass-dsl")
 
 
 @cache

@@ -145,9 +145,13 @@ class CuteSm90Backend:
         widths = (form, contraction, columns, dtype, plan.E)
         kernel = self._kernels.get(widths)
         if kernel is None:
-            tile = self._tile(form, contraction, columns, plan)
-            key = KernelKey(form=form, contraction=contraction, columns=columns, dtype=dtype, arch=_ARCH, tile=tile)
-            kernel = self._kernels[widths] = self.cache.get(key)
+            # Only forms that begin a layer have followers, and their widths are the layer's.
+            followers = [(f, *f.widths(contraction, columns)) for f in form.followers]
+            key, *beside = (
+                KernelKey(form=f, contraction=X, columns=Y, dtype=dtype, arch=_ARCH, tile=self._tile(f, X, Y, plan))
+                for f, X, Y in [(form, contraction, columns), *followers]
+            )
+            kernel = self._kernels[widths] = self.cache.get(key, beside)
         return kernel
 
     def _tile(self, form: KernelForm, contraction: int, columns: int, plan: RoutingPlan) -> TileConfig:

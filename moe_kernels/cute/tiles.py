@@ -53,6 +53,33 @@ class KernelForm(Enum):
         """Whether it adds to an fp32 output instead of writing one."""
         return self in (KernelForm.weight_grad_left_into, KernelForm.weight_grad_right_into)
 
+    def widths(self, D: int, N: int) -> tuple[int, int]:
+        """Return contraction and columns in a layer of widths D and N; in a weight gradient its two sides' widths."""
+        match self:
+            case KernelForm.rows_matmul_k_major:
+                return N, D
+            case KernelForm.rows_matmul_n_major | KernelForm.weight_grad_right | KernelForm.weight_grad_right_into:
+                return 2 * N, D
+            case _:
+                return D, N
+
+    @property
+    def followers(self) -> "tuple[KernelForm, ...]":
+        """The forms that a layer whose first kernel is of this form needs after it."""
+        match self:
+            case KernelForm.up:
+                return (
+                    KernelForm.rows_matmul_k_major,
+                    KernelForm.down_backward,
+                    KernelForm.weight_grad_left,
+                    KernelForm.rows_matmul_n_major,
+                    KernelForm.weight_grad_right,
+                )
+            case KernelForm.up_inference:
+                return (KernelForm.rows_matmul_k_major,)
+            case _:
+                return ()
+
     @property
     def store_bytes(self) -> int:
         """Bytes of one value of the output."""

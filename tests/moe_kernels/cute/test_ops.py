@@ -71,7 +71,7 @@ class Launches:
     def __init__(self):
         self.keys, self.calls = [], []
 
-    def get(self, key):
+    def get(self, key, beside=()):
         self.keys.append(key)
         return lambda *arguments: self.calls.append((key, arguments))
 
