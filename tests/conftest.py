@@ -2,16 +2,21 @@
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from data.prepare import main as prepare
 from training.config import RunConfig, register_schemas
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # triton's kernels are interpreted if this stands before they are defined
 
 ROOT = Path(__file__).parent.parent
 TEXT = ROOT / "data" / "text" / "state_of_the_union.jsonl.gz"

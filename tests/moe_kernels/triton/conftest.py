@@ -1,13 +1,8 @@
-"""Where there is no GPU, triton's interpreter runs the kernels on the CPU: asked for before they are defined."""
-
-import os
+"""Where there is no GPU, triton's interpreter runs the kernels on the CPU (tests/conftest.py asks for it)."""
 
 import numpy
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture
