@@ -3,8 +3,9 @@
     python -m benchmarks.tune_tiles --shapes olmoe,7b-n256 --json benchmarks/results/NAME.json
 
 Offline, once for a GPU model: what a training run uses is the table in the repository, so every rank and every run
-chooses alike. Candidates take turns, because a card under load changes its clocks, and each one's result is compared
-with the first one's before its time counts. The table keeps the entries of other shapes.
+chooses alike. Candidates take turns, each after running untimed for as long, so that the card is as limited by its
+power as a training step makes it, and each one's result is compared with the first one's before its time counts. The
+table keeps the entries of other shapes.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from moe_kernels.cute.tiles import TABLE, KernelForm, TileConfig, rows_bucket, r
 from moe_kernels.side import GatheredSide
 
 ARCH = "sm90"
-ROUNDS, ROUND_MS = 7, 20.0
+ROUNDS, ROUND_MS = 5, 100.0
 GATHER = {"producer_registers": 56, "consumer_registers": 224}
 LOAD = {"producer_registers": 40, "consumer_registers": 232}
 
@@ -48,6 +49,7 @@ def candidates(form: KernelForm) -> list[TileConfig]:
         case KernelForm.rows_matmul_k_major | KernelForm.rows_matmul_n_major:
             in_turn = TileConfig(columns=192, ping_pong=True, stages=5, store_columns=64, store_sets=1, **LOAD)
             tiles = [in_turn, replace(in_turn, stages=4), replace(in_turn, cuts_last_column=True)]
+            tiles += [replace(in_turn, **wide, stages=4), replace(in_turn, **wide, stages=4, store_columns=32)]
         case KernelForm.down_backward:
             tiles = [
                 rule,
@@ -57,6 +59,8 @@ def candidates(form: KernelForm) -> list[TileConfig]:
             ]
         case _:  # weight gradients
             tiles = [rule, replace(rule, store_columns=32, store_sets=2)]
+            if form is KernelForm.weight_grad_right:
+                tiles.append(replace(rule, rows=128, columns=256, store_sets=2))
     return [tile for tile in dict.fromkeys(tiles) if why_invalid(form, tile, ARCH) is None]
 
 
