@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
+from training.adamw import LargeAdamW
 from training.config import OptimConfig, OptimizerStates, Schedule, TrainConfig
 from training.schedule import cosine_factor, wsd_factor
 
@@ -33,7 +34,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     options: dict[str, Any] = {"lr": config.lr, "betas": (config.betas[0], config.betas[1]), "eps": config.eps}
     if config.states is OptimizerStates.int8:
         return _import_adamw_8bit()(groups, **options)
-    return AdamW(groups, **options, fused=True)
+    return LargeAdamW(groups, **options, fused=True)
 
 
 def _import_adamw_8bit() -> Any:

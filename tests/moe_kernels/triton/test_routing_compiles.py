@@ -52,8 +52,8 @@ def test_every_kernel_compiles_and_fits(reports, target):
 
 def test_kernels_keep_their_values_in_registers(reports):
     # Above 16 bytes values wait in the first-level cache. Where more warps were worth more than that, the frame is
-    # bounded here; nearest_score looks for two margins and multiplies 64-bit numbers. write_plan takes 56 bytes with triton 3.6
-    # and 160 with 3.7.
+    # bounded here; nearest_score looks for two margins and multiplies 64-bit numbers. write_plan takes 56 bytes with
+    # triton 3.6 and 160 with 3.7.
     bounds = {"forward": 256, "write_plan": 160, "count_pairs": 128}
     for row in reports["90"]:
         bound = 640 if row["kernel"] == "round_columns nearest_score" else bounds.get(row["kernel"].split()[0], 16)
