@@ -24,6 +24,7 @@ from model.moe import MoE
 from training.compilations import require_compiler
 from training.config import ActivationCheckpointing, ParallelConfig, Precision
 from training.copy_in import gather_in, scatter_in
+from training.exchange import GradientExchange
 from training.world import World
 
 _LIBRARY = torch.library.Library("fsdp", "IMPL")
@@ -227,8 +228,13 @@ def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: to
         fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
     # A tied embedding serves both ends of the forward, so it stays gathered in the root's unit.
     fully_shard(model, reshard_after_forward=False, **options)
+    exchange = GradientExchange(shards, dtype) if config.exchange_gradients else None
+    model.gradient_exchange = exchange  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            if exchange is not None:
+                # Its base class is not public; FSDP calls it and asks nothing of its type.
+                module.set_custom_reduce_scatter(exchange.for_unit())  # type: ignore[arg-type]
             module.set_gradient_divide_factor(1.0)
             # Without it gloo is asked for a scaled sum, which it does not have.
             module.set_force_sum_reduction_for_comms(True)
@@ -282,10 +288,16 @@ def _expert_placement(unit: Sequence[nn.Module], shards: int) -> Callable[[nn.Pa
     return lambda parameter: Shard(1) if id(parameter) in by_width else None
 
 
-def synchronise_gradients(model: Decoder, is_due: bool) -> None:
-    """Sum gradients over processes in the next backward only if ``is_due``; until then they add up whole, in fp32."""
+def synchronise_gradients(model: Decoder, is_due: bool, *, add_up: bool) -> None:
+    """Sum gradients over processes in the next backward only if ``is_due``; until then they add up whole, in fp32.
+
+    ``add_up`` says whether any of this step's do.
+    """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_due)
+        exchange = getattr(model, "gradient_exchange", None)
+        if exchange is not None:
+            exchange.adds_up = add_up
 
 
 def gradient_norm(model: nn.Module) -> Tensor:

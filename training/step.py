@@ -117,8 +117,10 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     parts: list[Losses] = []
     loads: list[ExpertLoad] = []
+    last = len(micro_batches) - 1
     for index, micro in enumerate(micro_batches):
-        synchronise_gradients(model, sum_every_micro_batch or index == len(micro_batches) - 1)
+        is_due = sum_every_micro_batch or index == last
+        synchronise_gradients(model, is_due, add_up=last > 0 and not sum_every_micro_batch)
         output = _forward(model, micro, step_input, config=config, routing=routing)
         losses = _losses(
             output,

@@ -56,6 +56,7 @@ class Case:
     compiled: bool = False
     prefetch_blocks: int = 0
     sum_every_micro_batch: bool = False
+    exchange_gradients: bool = False
     num_layers: int = 2
     blocks_per_unit: int = 1
     reshard_after_forward: bool = True
@@ -73,6 +74,7 @@ class Case:
         knobs = f"-prefetch{self.prefetch_blocks}" if self.prefetch_blocks else ""
         knobs += f"-unit{self.blocks_per_unit}" if self.blocks_per_unit > 1 else ""
         knobs += "-sum" * self.sum_every_micro_batch + "-gathered_once" * (not self.reshard_after_forward)
+        knobs += "-exchange" * self.exchange_gradients
         way = f"{self.checkpointing.name}{'-compiled' * self.compiled}-shard{self.shard_degree}"
         return f"{self.problem}-{way}{knobs}"
 
@@ -96,6 +98,10 @@ UNITS += [
     replace(DEEPER, blocks_per_unit=2, checkpointing=mode, reshard_after_forward=False)
     for mode in (ActivationCheckpointing.selective, ActivationCheckpointing.full)
 ]
+EXCHANGES = [
+    replace(case, exchange_gradients=True)
+    for case in (PROBLEMS[-1], replace(PROBLEMS[-1], sum_every_micro_batch=True), UNEVEN, FEW_EXPERTS, TIED)
+]
 # elementwise is selective that keeps every product.
 MODES = (ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full)
 
@@ -116,6 +122,7 @@ def cases_of(world_size: int) -> list[Case]:
         *checkpointed(SIGMOID),
         *SINGLE,
         replace(PROBLEMS[-1], prefetch_blocks=1, sum_every_micro_batch=True),
+        *EXCHANGES,
         *UNITS,
         *([COMPILED] if world_size == 2 else []),  # every process compiles for itself, which takes it seconds
     ]
@@ -162,6 +169,7 @@ def take_step(case: Case, world: World) -> dict[str, Any]:
             prefetch_blocks=case.prefetch_blocks,
             blocks_per_unit=case.blocks_per_unit,
             reshard_after_forward=case.reshard_after_forward,
+            exchange_gradients=case.exchange_gradients,
         ),
         precision=Precision.fp32,
         seed=0,
