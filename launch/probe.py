@@ -123,13 +123,14 @@ def experts(device: str) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     truths = run(BACKENDS[BackendName.reference], [tensor.float() for tensor in narrow])
     error = [float((x.float() - truth).norm() / truth.norm()) for x, truth in zip(results, truths, strict=True)]
+    folder = default_cache_folder()
     return {
         "backend": backend.name,
         "why_not_cute": reason,
         "error": max(error),
         "seconds": seconds,
-        "cache": str(default_cache_folder()),
-        "keeps_kernels": os.access(_existing(default_cache_folder()), os.W_OK),
+        "cache": str(folder) if folder else "no folder: there is no HOME",
+        "keeps_kernels": folder is not None and os.access(_existing(folder), os.W_OK),
     }
 
 

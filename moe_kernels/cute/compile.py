@@ -9,11 +9,14 @@ processes for the others. A lock on disk lets each kernel be compiled once by al
 
 import fcntl
 import hashlib
+import logging
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -26,7 +29,10 @@ import torch
 
 from moe_kernels.cute.tiles import KernelForm, TileConfig
 
+log = logging.getLogger(__name__)
+
 _FUNCTION = "kernel"
+_WAIT_S = 600.0  # for another process that compiles; a kernel takes seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +47,13 @@ class KernelKey:
     tile: TileConfig
 
 
-def default_cache_folder() -> Path:
-    """Return the folder for compiled kernels: ``gristmill/cute`` in the user's cache folder."""
+def default_cache_folder() -> Path | None:
+    """Return the folder for compiled kernels: ``gristmill/cute`` in the user's cache folder; None if there is none."""
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "gristmill" / "cute"
+    try:
+        return (Path(root) if root else Path.home() / ".cache") / "gristmill" / "cute"
+    except RuntimeError:  # no HOME, and no such user
+        return None
 
 
 class KernelCache:
@@ -55,7 +64,6 @@ class KernelCache:
         self.num_compiled = 0  # compilations that this cache made or started: not more at the second step of a run
         self.num_loaded = 0  # kernels read from the folder
         self._kernels: dict[KernelKey, Callable[..., None]] = {}
-        self._helpers: list[subprocess.Popen] = []  # kept to be reaped: a process that ended is no zombie then
 
     def get(self, key: KernelKey, beside: Sequence[KernelKey] = ()) -> Callable[..., None]:
         """Return the kernel of ``key``: from memory, else from the folder, else compiled.
@@ -83,8 +91,13 @@ class KernelCache:
             return None
         from cutlass.cute.runtime import load_module  # noqa: PLC0415 - an optional dependency
 
+        try:
+            kernel = load_module(str(path), enable_tvm_ffi=True)[_FUNCTION]
+        except RuntimeError as error:
+            log.warning("%s cannot be loaded and is compiled again (%s)", path, error)
+            return None
         self.num_loaded += 1
-        return load_module(str(path), enable_tvm_ffi=True)[_FUNCTION]
+        return kernel
 
     def _build(self, key: KernelKey) -> Any:
         from moe_kernels.cute.build import build_kernel  # noqa: PLC0415 - an optional dependency
@@ -101,7 +114,10 @@ class KernelCache:
             if kernel is None:
                 kernel = self._build(key)
                 self.num_compiled += 1
-                _write(kernel, path)
+                try:
+                    _write(kernel, path)
+                except OSError as error:
+                    log.warning("a compiled kernel stays in memory, every process compiles its own (%s)", error)
         return kernel
 
     def _start_helpers(self, keys: Sequence[KernelKey]) -> None:
@@ -110,22 +126,27 @@ class KernelCache:
         A helper inherits the lock and holds it until it ends, however it ends; whoever needs its kernel waits for the
         lock and, if there is no kernel then, compiles it and so sees the error.
         """
-        self._helpers = [helper for helper in self._helpers if helper.poll() is None]
         for key in keys:
             path = self._path(key)
             if path is None or path.exists():
                 continue
-            lock = _try_lock(path)
+            try:
+                lock = _take_lock(path)
+            except BlockingIOError:
+                continue
             if lock is None:
                 continue
             with os.fdopen(lock), suppress(OSError):  # where no process can be started, this one compiles
-                self._helpers.append(_start_helper(key, path, lock))
+                helper = _start_helper(key, path, lock)
                 self.num_compiled += 1
+                threading.Thread(target=helper.wait, daemon=True).start()  # a child that nobody waits for is a zombie
 
 
 def _start_helper(key: KernelKey, path: Path, lock: int) -> subprocess.Popen:
+    folders = [str(Path(folder).resolve()) for folder in sys.path if isinstance(folder, str)]
     helper = subprocess.Popen(
-        [sys.executable, "-c", "from moe_kernels.cute.compile import help_compile; help_compile()"],
+        # -P: with -c the current folder would come before PYTHONPATH, and it may hold another moe_kernels.
+        [sys.executable, "-P", "-c", "from moe_kernels.cute.compile import help_compile; help_compile()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -133,7 +154,7 @@ def _start_helper(key: KernelKey, path: Path, lock: int) -> subprocess.Popen:
         env={
             "CUTE_DSL_ARCH": key.arch.replace("sm", "sm_") + "a",
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(str(Path(folder).resolve()) for folder in sys.path),
+            "PYTHONPATH": os.pathsep.join(folders),
         },
     )
     assert helper.stdin is not None
@@ -147,11 +168,14 @@ def help_compile() -> None:
     from moe_kernels.cute.build import build_kernel  # noqa: PLC0415 - an optional dependency
 
     key, path = pickle.load(sys.stdin.buffer)
+    if KernelCache(path.parent)._path(key) != path:
+        sys.exit("the source changed since the process that asks was started: its kernel would be another")
     _write(build_kernel(key), path)
 
 
 def _write(kernel: Any, path: Path) -> None:
     # A whole file is moved into place: others may look for it at any time.
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         kernel.export_to_c(f"{scratch}/kernel.o", function_name=_FUNCTION)
         Path(scratch, "kernel.o").replace(path)
@@ -159,27 +183,45 @@ def _write(kernel: Any, path: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of the kernel at ``path``, once it is free. Some file systems have none; then all compile."""
-    with os.fdopen(_open_lock(path)) as lock:
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    """Hold the lock of the kernel at ``path``, as soon as it is free. Where there can be no lock, all compile."""
+    lock = None
+    start = time.monotonic()
+    while True:
+        try:
+            lock = _take_lock(path)
+            break
+        except BlockingIOError:
+            if time.monotonic() - start > _WAIT_S:
+                log.warning("%s has been locked for %.0f s by another process: compiled here too", path, _WAIT_S)
+                break
+            time.sleep(0.02)
+    try:
         yield
+    finally:
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough where a fork has the file too
+            os.close(lock)
 
 
-def _try_lock(path: Path) -> int | None:
-    """Return an open file that holds the lock of the kernel at ``path``, or None if that is not to be had now."""
-    lock = _open_lock(path)
+def _take_lock(path: Path) -> int | None:
+    """Return an open file that holds the lock of the kernel at ``path``; None in a read-only folder and the like.
+
+    Raises: BlockingIOError if another process has it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path.with_suffix(".lock"), os.O_RDONLY | os.O_CREAT, 0o666)  # who may read it may lock it
+    except OSError:
+        return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise
     except OSError:
         os.close(lock)
         return None
     return lock
-
-
-def _open_lock(path: Path) -> int:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
 
 
 @cache

@@ -30,6 +30,28 @@ def test_a_first_step_imports_no_compiler_and_nothing_distributed():
     assert done.returncode == 0, done.stderr
 
 
+RELOADED = """
+import importlib, torch
+import moe_kernels.layer_op, moe_kernels.operators
+from moe_kernels import BackendName, moe_experts, route_top_k
+from moe_kernels.dispatch import BACKENDS
+
+prob_TE = torch.randn(32, 4).softmax(-1)
+plan = route_top_k(prob_TE, 2).plan
+for module in (moe_kernels.operators, moe_kernels.layer_op, moe_kernels.operators, moe_kernels.layer_op):
+    importlib.reload(module)
+    x_TD = torch.randn(32, 16, requires_grad=True)
+    experts = torch.randn(4, 16, 16), torch.randn(4, 16, 8)
+    moe_experts(x_TD, *experts, prob_TE, plan, backend=BACKENDS[BackendName.reference]).sum().backward()
+    assert x_TD.grad is not None
+"""
+
+
+def test_operators_outlive_a_reload_of_their_modules():
+    done = subprocess.run([sys.executable, "-c", RELOADED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def inputs():
     torch.manual_seed(0)
@@ -62,3 +84,26 @@ def test_code_that_compiles_only_in_part_gives_the_same_numbers(inputs):
     torch.compiler.reset()
     for function in (run, run_uncompiled_inside):
         assert torch.equal(torch.compile(function, backend="aot_eager")(tensors[0]), expected)
+
+
+def test_nothing_that_an_operator_runs_is_compiled(inputs):
+    *tensors, plan = inputs
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    def steps(x_TD, plan):  # torch.compile gives up where it finds this generator half used, and runs it as it is
+        rows = (plan.token_R, plan.expert_R, plan.expert_offsets_E1, plan.token_offsets_T1, plan.row_by_token_R)
+        yield torch.ops.gristmill.moe_experts_fwd(x_TD, *tensors[1:], *rows, True, "reference")
+
+    def run(x_TD, plan):
+        results = steps(x_TD, plan)
+        torch._dynamo.graph_break()
+        (result,) = results
+        return result
+
+    torch.compiler.reset()
+    torch.compile(run, backend=backend)(tensors[0], plan)
+    assert compiled == []
