@@ -16,6 +16,7 @@ import time
 import torch
 
 from benchmarks.layer_inputs import make_inputs
+from benchmarks.options import need_gpu
 from benchmarks.shapes import SHAPES
 
 
@@ -98,8 +99,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("backend")
-    parser.add_argument("device", nargs="?", default="cuda")
+    parser.add_argument("device", nargs="?", default="cuda", choices=["cuda", "cpu"])
     arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        need_gpu()
     print(json.dumps(first_step(arguments.shape, arguments.backend, arguments.device)))
 
 

@@ -18,6 +18,7 @@ from benchmarks.options import output_file
 from benchmarks.steps import Steps, compose_run, leaving_with_a_message
 from benchmarks.timing import new_record, write_record
 from benchmarks.train_step import SHAPES
+from moe_kernels import BackendName
 from training.config import DeviceName
 from training.world import World, open_world
 
@@ -87,10 +88,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="sonic-1.4b")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--backend", default="cute_sm90", help="the one that is judged")
-    parser.add_argument("--against", default="portable", help="the one that it is judged by")
+    names = [name.value for name in BackendName]
+    parser.add_argument("--backend", choices=names, default="cute_sm90", help="the one that is judged")
+    parser.add_argument("--against", choices=names, default="portable", help="the one that it is judged by")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16", help="of these two")
-    parser.add_argument("--exact", default="auto", help="backend of the fp32 runs")
+    parser.add_argument("--exact", choices=names, default="auto", help="backend of the fp32 runs")
     parser.add_argument("--routing", default="token_rounding", help="of configs/routing/")
     parser.add_argument("--data", default="prepared/state_of_the_union", help="a prepared folder (data.root)")
     parser.add_argument("--sequence-length", type=int, default=2048)
@@ -106,7 +108,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; 0 if the backends are close enough, else 1."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.seeds < 2:
+        parser.error(f"--seeds {arguments.seeds}: it takes two to differ")
     world = open_world(DeviceName.auto)
     with leaving_with_a_message():
         result = compare(arguments, world)

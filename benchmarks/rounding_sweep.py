@@ -63,7 +63,12 @@ def sweep(record: dict, device: str, backend: str | None) -> None:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", default="cute_sm90", help="times the steps; read where there is a GPU")
+    parser.add_argument(
+        "--backend",
+        choices=[name.value for name in BACKENDS],
+        default="cute_sm90",
+        help="times the steps; read where there is a GPU",
+    )
     parser.add_argument("--json", type=output_file, required=True)
     parser.add_argument("--svg", type=output_file)
     arguments = parser.parse_args()

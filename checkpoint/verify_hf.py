@@ -147,8 +147,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--reference", type=Path, help=f"default: EXPORT/{REFERENCE}")
     parser.add_argument("--report", type=Path, help="write the report here instead of printing it")
     options = parser.parse_args(arguments)
+    reference = options.reference or options.export / REFERENCE
+    if not options.export.is_dir():
+        parser.error(f"{options.export} is not a folder")
+    if not reference.is_file():
+        parser.error(f"there is no {reference}: an export has one, and a run is exported by checkpoint.export_hf")
+    if options.report is not None and (options.report.is_dir() or not options.report.parent.is_dir()):
+        parser.error(f"--report {options.report} is a folder, or in none")
     transformers.utils.logging.disable_progress_bar()
-    report = verify(options.export, options.reference or options.export / REFERENCE)
+    report = verify(options.export, reference)
     text = json.dumps(report, indent=2)
     if options.report is None:
         print(text)

@@ -75,7 +75,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     )
     tokenizer.train_from_iterator(iter(texts), trainer)
     folder.mkdir(parents=True)
-    tokenizer.save(str(folder / TOKENIZER_NAME))
+    # Not by its own save, which raises a bare Exception where a disk is full.
+    (folder / TOKENIZER_NAME).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     _write_config(folder, _new_config())
 
 

@@ -1,6 +1,7 @@
 """The plan of a run as one object: memory and its alternatives, tokens, disk and days. Printed by report.py."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import isfinite
@@ -188,10 +189,20 @@ def _configured_tokens(config: RunConfig) -> float:
     return float(sequences * config.data.sequence_length)
 
 
+def _rows_in(record: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of every list called ``rows``, however deep it lies."""
+    if isinstance(record, dict):
+        for name, value in record.items():
+            yield from value if name == "rows" else _rows_in(value)
+    elif isinstance(record, list):
+        for value in record:
+            yield from _rows_in(value)
+
+
 def throughput_from(
     path: Path, *, shape: str, num_parameters: int | None, gpus: int, routing: str, backend: str
 ) -> float:
-    """Return tokens per second and GPU from a JSON of benchmarks/train_step.py, or several such under ``runs``.
+    """Return tokens per second and GPU from a JSON of benchmarks/train_step.py, or one that holds several such.
 
     A row is of the model if its ``parameters`` are as many or, where either is not given, its shape is called so. Of
     those with this routing and backend it takes the one whose number of GPUs is nearest, the larger first, and of
@@ -201,7 +212,9 @@ def throughput_from(
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        rows: list[dict[str, Any]] = [row for run in record.get("runs", [record]) for row in run["rows"]]
+        rows = list(_rows_in(record))
+        if not rows:
+            raise LookupError("rows")
         named = [(row["shape"], row["routing"], row["backend"]) for row in rows]
         speeds = [(int(row["gpus"]), float(row["tokens_per_s_per_gpu"])) for row in rows]
         sizes = [row.get("parameters") for row in rows]

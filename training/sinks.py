@@ -195,8 +195,23 @@ class Sinks:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close every sink; one that cannot be closed hides no error that came before."""
+        failure = value
+        raises = logging.raiseExceptions
+        # On a full disk each line that wandb cannot log would print a traceback, tens of thousands of lines in all.
+        logging.raiseExceptions = raises and value is None
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except Exception as error:  # wandb has many kinds
+                if failure is None:
+                    failure = error
+                else:
+                    log.warning("%s could not be closed: %s", type(sink).__name__, error)
+        logging.raiseExceptions = raises
+        if failure is not value:
+            assert failure is not None
+            raise failure
 
 
 def _duration(seconds: float) -> str:

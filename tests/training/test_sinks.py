@@ -172,3 +172,29 @@ def test_a_line_that_a_crash_cut_off_is_removed_before_the_next(tmp_path: Path) 
         {"progress/step": 1},
         {"progress/step": 1, "progress/resumed": 1.0},
     ]
+
+
+def test_a_sink_that_cannot_be_closed_hides_no_error_and_keeps_no_other_open(caplog: pytest.LogCaptureFixture) -> None:
+    closed = []
+
+    class Closing:
+        def __init__(self, error: Exception | None) -> None:
+            self.error = error
+
+        def write(self, metrics: dict[str, float]) -> None:
+            pass
+
+        def close(self) -> None:
+            closed.append(self)
+            if self.error is not None:
+                raise self.error
+
+    broken = [Closing(OSError("disk full")), Closing(OSError("still full")), Closing(None)]
+    with pytest.raises(ValueError, match="the checkpoint"), sinks.Sinks([*broken]):
+        raise ValueError("the checkpoint could not be written")
+    assert closed == broken
+    assert "disk full" in caplog.text
+    closed.clear()
+    with pytest.raises(OSError, match="disk full"), sinks.Sinks([*broken]):
+        pass
+    assert closed == broken
