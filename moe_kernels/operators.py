@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-# One for each operator. Kept when this module is reloaded: where a library goes, its operators crash their callers.
-_LIBRARIES: dict[str, torch.library.Library] = globals().get("_LIBRARIES", {})
+_LIBRARY = globals().get("_LIBRARY") or torch.library.Library("gristmill", "FRAGMENT")
+# By name. Both outlive a reload of this module: where a library goes, calling its operators crashes the process.
+_OPERATORS: "dict[str, Operator]" = globals().get("_OPERATORS", {})
 
 
 class Operator:
@@ -23,31 +24,45 @@ class Operator:
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.__doc__ = function.__doc__
         self._name = f"gristmill::{name}"
+        self._schema = torch.library.infer_schema(function, mutates_args=())
+        self._function = function
+        self._fake: Callable[..., Any] | None = None
         self._backward: Callable[..., Any] | None = None
         self._setup_context: Callable[..., None] | None = None
-        if name in _LIBRARIES:  # the module that defines it is reloaded
-            _LIBRARIES.pop(name)._destroy()
-        library = _LIBRARIES[name] = torch.library.Library("gristmill", "FRAGMENT")
-        schema = torch.library.infer_schema(function, mutates_args=())
-        library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-        _leave_uncompiled(function)
-        library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_autograd(self._name, self._differentiate, setup_context=self._keep, lib=library)
-        self._library = library
+        _LIBRARY.define(f"{name}{self._schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        _leave_uncompiled(Operator._run)
+        _LIBRARY.impl(name, self._run, "CompositeExplicitAutograd")
+        torch.library.register_fake(self._name, self._run_fake, lib=_LIBRARY)
+        torch.library.register_autograd(self._name, self._differentiate, setup_context=self._keep, lib=_LIBRARY)
         self._overload = getattr(torch.ops.gristmill, name).default
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the operator."""
         return self._overload(*arguments, **named)
 
+    def replace(self, function: Callable[..., Any]) -> None:
+        """Run ``function`` from now on: what a reload of the module that defines it asks for."""
+        schema = torch.library.infer_schema(function, mutates_args=())
+        if schema != self._schema:
+            raise RuntimeError(f"{self._name}{self._schema} cannot become {schema} in this process: start a new one")
+        self._function = function
+
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """Say what the outputs look like: ``fake`` returns tensors of their shapes and dtypes, with no values."""
-        torch.library.register_fake(self._name, fake, lib=self._library)
+        self._fake = fake
         return fake
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """Say how to differentiate it, as ``torch.library.register_autograd`` does."""
         self._backward, self._setup_context = backward, setup_context
+
+    def _run(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def _run_fake(self, *arguments: Any) -> Any:
+        if self._fake is None:
+            raise RuntimeError(f"{self._name} has no fake: torch.compile cannot see its outputs")
+        return self._fake(*arguments)
 
     def _differentiate(self, ctx: Any, *grads: Any) -> Any:
         if self._backward is None:
@@ -77,4 +92,12 @@ def _leave_uncompiled(function: Callable[..., Any]) -> None:
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
     """Return a decorator that makes a function the operator ``gristmill::name``."""
-    return lambda function: Operator(name, function)
+
+    def make(function: Callable[..., Any]) -> Operator:
+        if name in _OPERATORS:
+            _OPERATORS[name].replace(function)
+        else:
+            _OPERATORS[name] = Operator(name, function)
+        return _OPERATORS[name]
+
+    return make
