@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -39,6 +40,17 @@ SMALL = (
     "train.global_batch_sequences=16",
     "train.num_threads=1",
 )
+
+
+@pytest.fixture
+def triton_device() -> torch.device:
+    """The device that runs Triton's kernels: a GPU, or a CPU with their interpreter."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    major, minor, *_ = numpy.__version__.split(".")
+    if (int(major), int(minor)) >= (2, 4):
+        pytest.skip("triton 3.6's interpreter reads loop bounds in a way that numpy 2.4 refuses")
+    return torch.device("cpu")
 
 
 @pytest.fixture(scope="session")

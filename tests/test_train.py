@@ -2,7 +2,6 @@
 
 import errno
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from checkpoint.metrics import read_metrics
+from tests.training.processes import free_port
 from training.config import RunConfig
 from training.sinks import JsonlSink
 
@@ -179,9 +179,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes_across_an_epochs_end(
 
 
 def test_two_agents_that_meet_at_a_rendezvous_train_one_run(prepared_root: Path, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
     agent += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "two"]
     arguments = [*SMALL, "train.num_steps=2", f"data.root={prepared_root}", f"run.root={tmp_path}"]

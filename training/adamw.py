@@ -4,7 +4,6 @@ Algorithm: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-_HAS_TRITON = find_spec("triton") is not None
+from training.on_triton import runs_triton
+
 _WORTH_A_LAUNCH = 1 << 20  # values of a parameter, or of this process's part of it
 
 
@@ -76,7 +76,7 @@ class LargeAdamW(AdamW):
             return False
         values, grad = _local(parameter), _local(parameter.grad)
         return (
-            _runs_on(values)
+            runs_triton(values)
             and values.numel() >= _WORTH_A_LAUNCH
             and values.dtype == grad.dtype == torch.float32
             and values.is_contiguous()
@@ -86,7 +86,3 @@ class LargeAdamW(AdamW):
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _runs_on(tensor: Tensor) -> bool:
-    return tensor.is_cuda and _HAS_TRITON

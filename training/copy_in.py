@@ -4,12 +4,11 @@ torch's operators for both cut large tensors into many short launches, and the s
 host at every call (docs/performance.md). Copies of whole rows need neither. Who calls: parallel.py.
 """
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
-_HAS_TRITON = find_spec("triton") is not None
+from training.on_triton import runs_triton
+
 _WORTH_A_LAUNCH = 1 << 22  # values of a row's part from which it is copied alone
 
 
@@ -47,7 +46,7 @@ def _copy(places: list[Tensor], sources: list[Tensor]) -> None:
         if source.shape[1] < _WORTH_A_LAUNCH:
             small_places += place.unbind()
             small_rows += source.unbind()
-        elif source.dtype == place.dtype or not source.is_cuda or not _HAS_TRITON:
+        elif source.dtype == place.dtype or not runs_triton(source):
             for row, values in zip(place.unbind(), source.unbind(), strict=True):
                 row.copy_(values)
         else:

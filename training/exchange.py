@@ -8,13 +8,12 @@ gradients are quantised too.
 """
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_HAS_TRITON = find_spec("triton") is not None
+from training.on_triton import runs_triton
 
 
 class GradientExchange:
@@ -67,7 +66,7 @@ class ExchangeAndSum:
 
 def sum_rows(rows_RX: Tensor, out_X: Tensor) -> None:
     """Write into ``out_X`` the sum of the contiguous ``rows_RX``, taken in its dtype, in the order of the rows."""
-    if rows_RX.is_cuda and _HAS_TRITON:
+    if runs_triton(rows_RX):
         from training.cast_rows import add_rows  # noqa: PLC0415 - triton comes with CUDA builds of torch alone
 
         add_rows(rows_RX, out_X)

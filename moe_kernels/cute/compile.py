@@ -165,12 +165,11 @@ def _start_helper(key: KernelKey, path: Path, lock: int) -> subprocess.Popen:
 
 def help_compile() -> None:
     """Compile the kernel whose key and path come by standard input: what a helper process does."""
-    from moe_kernels.cute.build import build_kernel  # noqa: PLC0415 - an optional dependency
-
     key, path = pickle.load(sys.stdin.buffer)
-    if KernelCache(path.parent)._path(key) != path:
+    cache = KernelCache(path.parent)
+    if cache._path(key) != path:
         sys.exit("the source changed since the process that asks was started: its kernel would be another")
-    _write(build_kernel(key), path)
+    _write(cache._build(key), path)
 
 
 def _write(kernel: Any, path: Path) -> None:
@@ -215,11 +214,10 @@ def _take_lock(path: Path) -> int | None:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         os.close(lock)
-        raise
-    except OSError:
-        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            raise
         return None
     return lock
 

@@ -2,7 +2,6 @@
 
 import copy
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,15 +22,12 @@ OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A GPU, or a CPU on which triton's interpreter runs the kernel; parameters of 1000 values are large."""
+def device(monkeypatch: pytest.MonkeyPatch, triton_device: torch.device) -> str:
+    """The device that runs the kernel; parameters of 1000 values are large."""
     monkeypatch.setattr(adamw_module, "_WORTH_A_LAUNCH", 1000)
-    if torch.cuda.is_available():
-        return "cuda"
-    if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
-        pytest.skip("triton 3.6's interpreter reads loop bounds in a way that numpy 2.4 refuses")
-    monkeypatch.setattr(adamw_module, "_runs_on", lambda _: True)
-    return "cpu"
+    if triton_device.type == "cpu":
+        monkeypatch.setattr(adamw_module, "runs_triton", lambda _: True)
+    return triton_device.type
 
 
 def pair(device: str) -> tuple[LargeAdamW, torch.optim.AdamW]:

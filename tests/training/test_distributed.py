@@ -4,7 +4,6 @@ One process group for each number of processes, not for each case: a worker runs
 """
 
 import json
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from model.config import AttentionConfig, ModelConfig, MoEConfig, RouterKind, Ro
 from model.decoder import Decoder
 from model.moe import moe_problem
 from moe_kernels import BackendName, RoutingKind, resolve_backend
+from tests.training.processes import free_port, join
 from training.audit import audit_first_step, check_weights
 from training.config import (
     ActivationCheckpointing,
@@ -34,7 +34,7 @@ from training.config import (
 from training.optim import build_optimizer
 from training.parallel import build_parallel
 from training.step import MicroBatch, StepInput, train_step
-from training.world import World, open_world
+from training.world import World
 
 SEQUENCES, POSITIONS, VOCABULARY = 2, 16, 50
 TOKENS = SEQUENCES * POSITIONS
@@ -217,9 +217,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def work(rank: int, world_size: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
-    world = open_world(DeviceName.cpu)
+    world = join(rank, world_size, port, DeviceName.cpu)
     assert world.any(world.rank == 1)  # one that was asked to stop stops all
     assert not world.any(False)
     # Compiled as for a GPU but for the code in the end, which takes minutes to make on a CPU.
@@ -229,14 +227,6 @@ def work(rank: int, world_size: int, port: int, folder: Path) -> None:
         if world.is_first:
             torch.save(result, folder / f"{case.name}.pt")
     world.leave(0)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Gradients that are exchanged in bf16 and summed in fp32 are those of a reduce-scatter in fp32."""
 
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import training.exchange
+from tests.training.processes import free_port, join
 from training.config import DeviceName
 from training.exchange import GradientExchange, sum_rows
-from training.world import World, open_world
+from training.world import World
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -49,9 +47,7 @@ def gradients(
 
 def work(rank: int, size: int, port: int, folder: Path, cases: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
-    world = open_world(DeviceName.cpu)
+    world = join(rank, size, port, DeviceName.cpu)
     for number, case in enumerate(cases):
         plain, _ = gradients(world, **case, exchanged=False)
         torch.save([plain, *gradients(world, **case, exchanged=True)], folder / f"{number}-{rank}.pt")
@@ -66,10 +62,7 @@ def test_sums_are_those_of_a_reduce_scatter(size: int, tmp_path: Path) -> None:
         for dtype in DTYPES.values()
         for number in (1, 2)
     ]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    mp.spawn(work, args=(size, port, tmp_path, cases), nprocs=size)
+    mp.spawn(work, args=(size, free_port(), tmp_path, cases), nprocs=size)
     for number, case in enumerate(cases):
         for rank in range(size):
             plain, exchanged, sent = torch.load(tmp_path / f"{number}-{rank}.pt")
@@ -93,7 +86,7 @@ def test_rows_are_added_in_fp32(rows: int, dtype: torch.dtype) -> None:
     actual = torch.full((5000,), float("nan"))
     sum_rows(rows_RX, actual)
     assert torch.equal(actual, expected)
-    if training.exchange._HAS_TRITON and torch.cuda.is_available():
+    if torch.cuda.is_available():
         on_gpu = torch.full((5000,), float("nan"), device="cuda")
         sum_rows(rows_RX.cuda(), on_gpu)
         assert torch.equal(on_gpu.cpu(), expected)

@@ -16,12 +16,12 @@ from model.config import AttentionConfig, ModelConfig, MoEConfig, RoutingConfig
 from model.decoder import Decoder
 from model.moe import moe_problem
 from moe_kernels import BackendName, RoutingKind, resolve_backend
-from tests.training.test_distributed import error, free_port, whole
+from tests.training.processes import free_port, join
+from tests.training.test_distributed import error, whole
 from training.config import ActivationCheckpointing, DeviceName, OptimConfig, ParallelConfig, Precision, TrainConfig
 from training.optim import build_optimizer
 from training.parallel import build_parallel
 from training.step import MicroBatch, StepInput, train_step
-from training.world import open_world
 
 SEQUENCES, POSITIONS, VOCABULARY, MICRO_BATCHES = 4, 256, 512, 4
 # Sums of four fp32 numbers in another order, of which each rounding is 2^-24.
@@ -42,13 +42,11 @@ def micro_batch(number: int, device: torch.device) -> MicroBatch:
 
 def take_step(rank: int, world_size: int, port: int, folder: Path, case: tuple, device: str, backend: str) -> None:
     """Take the step of ``case`` as one of ``world_size`` processes; the first one writes what came of it."""
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     # The fast kernels add up the gradient of the queries in any order.
     model.attend._SDPA_KERNELS = [SDPBackend.MATH]
     routing, checkpointing, compiled = case
-    world = open_world(DeviceName(device))
+    world = join(rank, world_size, port, DeviceName(device))
     config = ModelConfig(
         vocab_size=VOCABULARY,
         width=128,

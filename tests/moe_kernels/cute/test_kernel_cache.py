@@ -1,10 +1,11 @@
-"""Kernels of a layer are compiled by several processes at once, each kernel by one of all that share a folder."""
+"""Compiled kernels: what they are kept by, in memory and on disk, and how several processes share compiling them."""
 
 import fcntl
 import io
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import torch
 
 import moe_kernels
 from moe_kernels.cute import compile as compile_module
-from moe_kernels.cute.compile import KernelCache, KernelKey
+from moe_kernels.cute.compile import KernelCache, KernelKey, source_hash
 from moe_kernels.cute.tiles import KernelForm, rule_for
 
 KEY = KernelKey(
@@ -34,7 +35,7 @@ OTHER = replace(KEY, columns=40)
 COMPILES_A_LAYER = """
 import json, os, sys, time, torch
 from pathlib import Path
-from moe_kernels.cute.compile import KernelCache, KernelKey
+from moe_kernels.cute.compile import KernelCache, KernelKey, source_hash
 from moe_kernels.cute.tiles import KernelForm, rule_for
 
 def key(form):
@@ -83,6 +84,26 @@ def built(monkeypatch):
     monkeypatch.setattr(KernelCache, "_load", load)
     monkeypatch.setattr("moe_kernels.cute.compile.compiler_version", lambda: "0")
     return keys
+
+
+def test_kernels_are_kept_apart_by_all_that_fixes_their_code_and_by_nothing_else(built, tmp_path):
+    keys = [KEY, replace(KEY, contraction=72), replace(KEY, dtype=torch.float16), OTHER]
+    cache = KernelCache(tmp_path)
+    kernels = [cache.get(k) for k in keys]
+    assert len({id(kernel) for kernel in kernels}) == len(keys)
+    assert cache.get(replace(KEY)) is kernels[0]
+    assert built == keys
+    assert cache.num_compiled == len(keys)
+    assert len(list(tmp_path.glob("*.o"))) == len(keys)
+
+
+@pytest.mark.parametrize(("file", "changes"), [("sm90/epilogue.py", True), ("build.py", True), ("ops.py", False)])
+def test_the_disk_key_follows_the_files_that_fix_machine_code(monkeypatch, tmp_path, file, changes):
+    shutil.copytree(Path(compile_module.__file__).parent, tmp_path / "cute")
+    monkeypatch.setattr(compile_module, "__file__", str(tmp_path / "cute" / "compile.py"))
+    before = source_hash.__wrapped__()
+    (tmp_path / "cute" / file).write_text("# changed", encoding="utf-8")
+    assert (source_hash.__wrapped__() != before) == changes
 
 
 def test_the_first_kernel_of_a_layer_starts_processes_for_the_others(tmp_path):
