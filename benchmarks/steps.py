@@ -25,6 +25,7 @@ from training.environment import fix_numerics
 from training.guard import StepGuard
 from training.optim import build_optimizer, learning_rate, set_learning_rate
 from training.step import MicroBatch, StepInput, StepResult, train_step
+from training.step_graph import StepGraph, check_step_graph
 from training.world import World
 
 
@@ -61,20 +62,29 @@ class Steps:
     """Takes the steps of ``config`` one after another; every process of ``world`` takes part.
 
     With ``draws_on_device`` the weights are not those of a run but drawn at once where they live, which timing does not
-    notice. ``random_tokens`` stand in for prepared text.
+    notice. ``random_tokens`` stand in for prepared text. ``records`` false takes steps one launch after another
+    whatever ``parallel.cuda_graph`` says.
     """
 
     def __init__(
-        self, config: RunConfig, world: World, *, draws_on_device: bool = False, random_tokens: bool = False
+        self,
+        config: RunConfig,
+        world: World,
+        *,
+        draws_on_device: bool = False,
+        random_tokens: bool = False,
+        records: bool = True,
     ) -> None:
         self.config, self.world = config, world
         fix_numerics(config.train.num_threads, seed=config.train.seed)
         check_division(config, world)
+        check_step_graph(config, world)
         self._rows = RandomRows(config) if random_tokens else open_prepared(config.data).train
         kernels = choose_kernels(config, world)
         self.backend = kernels.backend
         self.model = build_model(config, kernels, world, initialise=draw_on_device if draws_on_device else None)
         self.optimizer = build_optimizer(self.model, config.optim)
+        self._graph = StepGraph(self.model) if config.parallel.cuda_graph and records else None
         self._micro_batches = self._deal()
         self._guard = StepGuard()
         self._previous_count_LE = None
@@ -85,6 +95,14 @@ class Steps:
         """The tokens of a step, over all processes."""
         return self.config.train.global_batch_sequences * self.config.data.sequence_length
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most device memory allocated since its count was reset; None on a CPU."""
+        if self.world.device.type != "cuda":
+            return None
+        graph_bytes = 0 if self._graph is None else self._graph.peak_bytes
+        return max(torch.cuda.max_memory_allocated(self.world.device), graph_bytes)
+
     def _deal(self) -> Iterator[MicroBatch]:
         size = self.config.train.micro_batch_sequences
         firsts, requests = itertools.tee(size * n for n in itertools.count(self.world.rank, self.world.size))
@@ -92,7 +110,7 @@ class Steps:
         on_gpu = self.world.device.type == "cuda"
         with closing(prefetch(self._rows, asked, pin_memory=on_gpu)) as batches:
             for first, batch in zip(firsts, batches, strict=True):
-                yield MicroBatch(batch.to(self.world.device), first)
+                yield MicroBatch.of(batch.to(self.world.device), first)
 
     def take(self, lap: Callable[[str], None] = lambda part: None) -> StepResult:
         """Take the next step; raises FloatingPointError as a run does."""
@@ -112,6 +130,7 @@ class Steps:
             routing=self.config.model.moe.routing.train,
             lap=lap,
             sum_every_micro_batch=self.config.parallel.sum_every_micro_batch,
+            run=self._graph,
         )
         self._num_taken += 1
         self._previous_count_LE = result.load.top_k_count_LE
@@ -122,8 +141,10 @@ class Steps:
         """Let go of the data's thread, the model, its compiled code, and the memory."""
         self._micro_batches.close()
         self._guard.settle()
+        if self._graph is not None:
+            self._graph.close()
         gc.unfreeze()
-        del self.model, self.optimizer, self._guard, self._previous_count_LE
+        del self.model, self.optimizer, self._graph, self._guard, self._previous_count_LE
         torch._dynamo.reset()
         gc.collect()
         if self.world.device.type == "cuda":

@@ -96,7 +96,7 @@ def measure(steps: Steps, arguments: argparse.Namespace, *, start_s: float) -> d
         losses += [steps.take().losses.ce for _ in range(arguments.window)]
         _wait(world)
         windows_s.append((time.perf_counter() - begin_s) / arguments.window)
-    peak_bytes = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else None
+    peak_bytes = steps.peak_bytes
     compiled_later = count_compilations(steps.backend)
     step_s = statistics.median(windows_s)
     tokens_per_s = steps.tokens / step_s
@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _profile(arguments: argparse.Namespace, choice: Choice, config: RunConfig, world: World) -> dict[str, Any] | None:
-    steps = Steps(config, world, draws_on_device=True, random_tokens=arguments.random_tokens)
+    steps = Steps(config, world, draws_on_device=True, random_tokens=arguments.random_tokens, records=False)
     for _ in range(arguments.warm_up):
         steps.take()
     hide_objects()

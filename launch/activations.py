@@ -6,7 +6,7 @@ head) is memory.py. Counted are tensors as large as a share of every token, pair
 or the sequences is not.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from model.attend import AttentionKernel
@@ -141,6 +141,16 @@ def block_memory(s: Sizes, layer: int) -> BlockMemory:
     )
 
 
+def evaluation_bytes(s: Sizes, layer: int) -> int:
+    """Return the bytes of block ``layer`` in a forward without a backward, at its experts or MLP."""
+    before = 2 * s.stream  # the stream, and what its norm makes of it
+    if not s.model.is_moe_layer(layer):
+        return before + _dense_forward(s)
+    moe = _moe_tensors(s)
+    # The kernels write no h; torch's products do.
+    return before + moe["logits"] + moe["plan"] + moe["scores"] + _moe_forward(replace(s, recompute_h=True))
+
+
 # Every tensor of a block has a name below. Uncompiled, the backward reads all of them but these; compiled, norms and
 # rotations are made again from their inputs, so that the others are not kept. Queries and keys are parts of one tensor
 # with the values, and live as long.
@@ -263,13 +273,13 @@ def _moe_backward(s: Sizes) -> int:
     dscore = _FP32 * (s.T * moe.num_experts + s.R * ceil(moe.expert_width / _DSCORE_COLUMNS))
     gathered = rows if s.is_portable else 0
     wide_sum = _FP32 * (s.R + s.T) * s.D if s.is_portable and s.c < _FP32 else 0
-    # h goes after the first half, whether it was kept or made again.
+    # h goes after the first part, whether it was kept or made again.
     made_again = h if s.recompute_h else 0
     gone = 0 if s.recompute_h else h
     phases = [
         made_again + a + gathered,
         made_again + dh + a,
-        dh + a + dw_down + gathered,
+        dh + a + dw_down + gathered - gone,
         dh + dw_down + rows + s.stream + wide_sum - gone,
         dh + dw_down + s.stream + dw_gate_up + gathered - gone,
     ]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from math import ceil
 
-from launch.activations import Moment, Sizes, block_memory
+from launch.activations import Moment, Sizes, block_memory, evaluation_bytes
 from launch.layout import Layout, Unit
 from model.losses import CHUNK_TOKENS
 from training.config import OptimizerStates, RunConfig
@@ -59,10 +59,12 @@ def moments_bytes(num: int, states: OptimizerStates) -> int:
 def step_moments(config: RunConfig, sizes: Sizes, layout: Layout, *, num_micro_batches: int) -> list[StepMoment]:
     """Return the moments of an optimiser step, not a run's first, of which one is the worst; in the step's order.
 
-    ``num_micro_batches`` are a process's in a step; the moments are those of the last one.
+    ``num_micro_batches`` are a process's in a step; the moments are those of the last one. With
+    ``parallel.cuda_graph`` an evaluation comes after them.
     """
     step = _Step(config, sizes, layout, num_micro_batches)
-    return [*step.forward(), *step.head(), *step.backward(), *step.end()]
+    moments = [*step.forward(), *step.head(), *step.backward(), *step.end()]
+    return [*moments, step.evaluation_beside(peak(moments))] if config.parallel.cuda_graph else moments
 
 
 def peak(moments: list[StepMoment]) -> StepMoment:
@@ -110,7 +112,7 @@ class _Step:
         """Yield the moments of the loss, whose gradients are computed in its forward, and of its backward."""
         s = self._s
         V, unit = s.model.vocab_size, self._layout.embed if self._layout.is_tied else self._layout.head
-        logits, num_chunks = s.c * V * min(CHUNK_TOKENS, s.T), ceil(s.T / CHUNK_TOKENS)
+        logits, num_chunks = self._logits(), ceil(s.T / CHUNK_TOKENS)
         weight, wide_weight = s.c * V * s.D, _FP32 * V * s.D
         # The head's gradient, and a later chunk's share of it.
         in_chunk = logits + min(num_chunks, 2) * wide_weight
@@ -171,6 +173,23 @@ class _Step:
         yield StepMoment(
             name="optimiser", parts=replace(self._base, activations=0, gradients=_FP32 * self._layout.shard)
         )
+
+    def evaluation_beside(self, worst: StepMoment) -> StepMoment:
+        """Return the moment of an evaluation whose step is a graph, which keeps what ``worst`` needs meanwhile."""
+        parts, block = worst.parts, max(evaluation_bytes(self._s, layer) for layer in range(len(self._blocks)))
+        head = 2 * self._s.stream + self._logits()
+        gathered = max(self._gathered_in_forward(layer) for layer in range(len(self._blocks)))
+        beside = replace(
+            parts,
+            gathered=parts.gathered + gathered,
+            workspace=parts.workspace + (block if block > head else 0),
+            head=parts.head + (head if head >= block else 0),
+        )
+        return StepMoment(name=f"evaluation, while the graph keeps what it needs in {worst.name}", parts=beside)
+
+    def _logits(self) -> int:
+        """Return the bytes of the logits of a chunk of tokens."""
+        return self._s.c * self._s.model.vocab_size * min(CHUNK_TOKENS, self._s.T)
 
     def _in_block(self, base: Parts, moment: Moment, unit: Unit) -> Parts:
         own = self._s.c * unit.whole if moment.has_expert_gradients else 0

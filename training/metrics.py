@@ -26,7 +26,8 @@
 
 (1) Without evaluation, saves, what profile=true writes, and the first line after a start.
 (2) From top-K counts, before rounding.
-(3) On CUDA by the device's clock: data is what it waited for a batch, log what it waited for a line.
+(3) On CUDA by the device's clock: data is what it waited for a batch, log what it waited for a line. With
+    parallel.cuda_graph the forward's time is in backward.
 (4) They rise in the first step and in the first evaluation, and then no more.
 """
 

@@ -300,6 +300,13 @@ def synchronise_gradients(model: Decoder, is_due: bool, *, add_up: bool) -> None
             exchange.adds_up = add_up
 
 
+def free_gathered(model: Decoder) -> None:
+    """Free gathered parameters that a forward without a backward left behind; the next forward gathers them again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def gradient_norm(model: nn.Module) -> Tensor:
     """Return the joint norm of all gradients, over all processes: a plain scalar on the device."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])

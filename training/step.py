@@ -5,6 +5,7 @@ The loop around it is in trainer.py; the losses' formulas are in model/losses.py
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -40,16 +41,20 @@ class MicroBatch(NamedTuple):
     """
 
     batch: Batch
-    first_sample: int
+    first_sample: Tensor  # an int64 scalar on the batch's device
+
+    @classmethod
+    def of(cls, batch: Batch, first_sample: int) -> "MicroBatch":
+        """Return the micro-batch whose first sequence has that index.
+
+        A tensor, because compiled code is made anew for every value of a number, and a recorded step reads its inputs
+        on the device; filled there, because a copy from the host would wait.
+        """
+        return cls(batch, torch.full((), first_sample, dtype=torch.int64, device=batch.input_ids_BS.device))
 
     def rounding_seed(self, seed: int) -> Tensor:
-        """Return the seed of its rounding in the run with ``train.seed`` = ``seed``: an int64 scalar on its device.
-
-        A tensor, because compiled code is made anew for every value of a number; filled there, because a copy from the
-        host would wait.
-        """
-        value = (seed << 40) + self.first_sample
-        return torch.full((), value, dtype=torch.int64, device=self.batch.input_ids_BS.device)
+        """Return the seed of its rounding in the run with ``train.seed`` = ``seed``: an int64 scalar on its device."""
+        return self.first_sample + (seed << 40)
 
     @property
     def num_tokens(self) -> int:
@@ -79,6 +84,21 @@ class Losses(NamedTuple):
     total: Tensor
 
 
+class Accumulated(NamedTuple):
+    """What the forwards and backwards of a step leave behind on the device, besides the gradients.
+
+    Of this process, one entry for each of its micro-batches.
+    """
+
+    num_valid: Tensor  # labels that count, over all processes
+    losses: list[Losses]
+    loads: list[ExpertLoad]
+
+
+Lap = Callable[[str], None]
+Accumulate = Callable[[StepInput, Lap], Accumulated]
+
+
 class StepResult(NamedTuple):
     """What one optimiser step leaves behind besides the parameters; nothing of it is on the host yet."""
 
@@ -96,25 +116,52 @@ def train_step(
     world: World,
     config: TrainConfig,
     routing: RoutingKind,
-    lap: Callable[[str], None],
+    lap: Lap,
     sum_every_micro_batch: bool = False,
+    run: Callable[[Accumulate, StepInput, Lap], Accumulated] | None = None,
 ) -> StepResult:
     """Return the losses, gradient norm and expert load of one optimiser step, over all processes.
 
     The cross-entropy of every micro-batch is divided by the valid tokens of all of them in all processes, so that the
     gradient is the one of a single large batch whatever the split. ``lap`` is called with the name of each part of the
-    step that has just ended. ``sum_every_micro_batch`` is that of ParallelConfig.
+    step that has just ended. ``sum_every_micro_batch`` is that of ParallelConfig. ``run`` calls the forwards and
+    backwards, or stands for them (step_graph.py).
 
     The host waits for nothing that the device computes. A gradient norm that is not finite leaves the parameters, the
     optimiser and the balancing biases as they were; who has to know of it asks training/guard.py.
     """
+    optimizer.zero_grad(set_to_none=True)
+    accumulate = partial(
+        _accumulate, model, world=world, config=config, routing=routing, sum_every_micro_batch=sum_every_micro_batch
+    )
+    done = accumulate(step_input, lap) if run is None else run(accumulate, step_input, lap)
+    summed = Losses(*world.sum(torch.stack([torch.stack(losses) for losses in done.losses]).sum(0)))
+    load = ExpertLoad.sum(done.loads).over(world)
+    with record_function(CLIP):
+        grad_norm = gradient_norm(model)
+    is_finite = clipped_step(optimizer, grad_norm, config.max_grad_norm)
+    _move_expert_bias(model, load.top_k_count_LE, config.expert_bias_rate, is_finite)
+    lap("optimizer")
+    return StepResult(losses=summed, grad_norm=grad_norm, num_valid=done.num_valid, load=load)
+
+
+def _accumulate(
+    model: Decoder,
+    step_input: StepInput,
+    lap: Lap,
+    *,
+    world: World,
+    config: TrainConfig,
+    routing: RoutingKind,
+    sum_every_micro_batch: bool,
+) -> Accumulated:
+    """Leave the step's gradients, summed over processes, in the parameters, which have none before."""
     micro_batches = step_input.micro_batches
     num_valid = world.sum(
         torch.stack([(micro.batch.labels_BS != IGNORED_LABEL).sum() for micro in micro_batches]).sum()
     )
     fraction_LE = _global_load_fraction(model, step_input, world=world, config=config, routing=routing)
     balance = _Balance(config.balance_scope, model.config.moe.experts_per_token, fraction_LE)
-    optimizer.zero_grad(set_to_none=True)
     parts: list[Losses] = []
     loads: list[ExpertLoad] = []
     last = len(micro_batches) - 1
@@ -136,14 +183,7 @@ def train_step(
         parts.append(Losses(*(loss.detach() for loss in losses)))
         tile_m = model.config.moe.routing.tile_m
         loads.append(ExpertLoad.of(output.moe, num_tokens=micro.num_tokens, tile_m=tile_m))
-    summed = Losses(*world.sum(torch.stack([torch.stack(part) for part in parts]).sum(0)))
-    load = ExpertLoad.sum(loads).over(world)
-    with record_function(CLIP):
-        grad_norm = gradient_norm(model)
-    is_finite = clipped_step(optimizer, grad_norm, config.max_grad_norm)
-    _move_expert_bias(model, load.top_k_count_LE, config.expert_bias_rate, is_finite)
-    lap("optimizer")
-    return StepResult(losses=summed, grad_norm=grad_norm, num_valid=num_valid, load=load)
+    return Accumulated(num_valid, parts, loads)
 
 
 def documents_to_mask(batch: Batch, *, mask_documents: bool) -> Documents | None:

@@ -5,7 +5,7 @@ import json
 import logging
 import sys
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import torch
 from torch.profiler import record_function
@@ -32,6 +32,7 @@ from training.profiling import StepProfiler
 from training.run_folder import RunFolder, check_vocabulary, config_values, find_run, open_run, sole_trainer
 from training.sinks import ConsoleSink, JsonlSink, Sink, Sinks, StartError, WandbSink, import_wandb, new_wandb_id
 from training.step import MicroBatch, StepInput, StepResult, train_step
+from training.step_graph import StepGraph, check_step_graph
 from training.world import World
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Trainer:
             log.warning(warning)
         fix_numerics(config.train.num_threads, seed=config.train.seed)
         check_division(config, world)
+        check_step_graph(config, world)
         self.data = open_prepared(config.data)
         check_vocabulary(config, self.data)
         num_evaluation_batches(self.data.held_out.num_rows, config)
@@ -74,6 +76,9 @@ class Trainer:
         self.folder: RunFolder = world.first(lambda: find_run(config, self.data))
         self.model = build_model(config, kernels, world)
         self.optimizer = build_optimizer(self.model, config.optim)
+        self._graph = StepGraph(self.model) if config.parallel.cuda_graph and not config.profile else None
+        if config.parallel.cuda_graph and config.profile:
+            log.info("profile=true: steps are not recorded as a graph, which would have no operators to name")
         self.state = self._resume()
         # Only now: a start that is refused must not leave a run of its name behind.
         world.first(lambda: open_run(config, self.data))
@@ -113,7 +118,7 @@ class Trainer:
         on_gpu = self.world.device.type == "cuda"
         with closing(prefetch(self.data.train, ((first, size) for first in requests), pin_memory=on_gpu)) as batches:
             for first, batch in zip(firsts, batches, strict=True):
-                yield MicroBatch(batch.to(self.world.device), first)
+                yield MicroBatch.of(batch.to(self.world.device), first)
 
     def fit(self) -> int:
         """Train to the last step, ``run.stop_at_step`` or a signal, and return the exit code of the process."""
@@ -162,6 +167,7 @@ class Trainer:
             objects_seen_again(),
             Sinks(own_sinks) as sinks,
             closing(self._micro_batches),
+            nullcontext() if self._graph is None else closing(self._graph),
             StepProfiler(self.config, self.world, self.folder.profile, step=first_step) as profiler,
         ):
             self._stopwatch.lap("start")
@@ -231,6 +237,7 @@ class Trainer:
             routing=self.config.model.moe.routing.train,
             lap=self._stopwatch.lap,
             sum_every_micro_batch=self.config.parallel.sum_every_micro_batch,
+            run=self._graph,
         )
         self._guard.watch(self.state.step + 1, result)
         if self.state.step == 0:
@@ -272,7 +279,8 @@ class Trainer:
         metrics |= count_compilations(self.backend)
         device = self.world.device
         if device.type == "cuda":
-            metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+            graph_bytes = 0 if self._graph is None else self._graph.peak_bytes
+            metrics["memory/peak_gib"] = max(torch.cuda.max_memory_allocated(device), graph_bytes) / 2**30
             torch.cuda.reset_peak_memory_stats(device)
         return metrics
 

@@ -175,26 +175,33 @@ def own_group() -> Iterator[World]:
     world.close()
 
 
-def allocated_bytes(config: RunConfig, world: World) -> int:
-    """Return the most that a step which is not the first allocates at once, parameters and moments not counted."""
+def allocated_bytes(config: RunConfig, world: World, *, in_evaluation: bool = False) -> int:
+    """Return the most that is allocated at once in a step which is not the first, or in a batch of an evaluation.
+
+    Parameters and moments are not counted.
+    """
     model = build_model(config, choose_kernels(config, world), world)
     optimizer = build_optimizer(model, config.optim)
     shape = (config.train.micro_batch_sequences, config.data.sequence_length)
     ids_BS = torch.randint(0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batch = Batch(ids_BS, ids_BS.roll(-1, 1), torch.zeros(shape, dtype=torch.int32))
     num = config.train.global_batch_sequences // config.train.micro_batch_sequences
-    inputs = StepInput(micro_batches=[MicroBatch(batch, index) for index in range(num)])
+    inputs = StepInput(micro_batches=[MicroBatch.of(batch, index) for index in range(num)])
 
     def step() -> None:
         train_step(
             model, optimizer, inputs, world=world, config=config.train, routing=RoutingKind.top_k, lap=lambda _: None
         )
 
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(batch.input_ids_BS, batch.labels_BS, routing=RoutingKind.top_k)
+
     step()
     optimizer.zero_grad(set_to_none=True)
     gc.collect()  # what an earlier test left would count as freed by this one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
+        evaluate() if in_evaluation else step()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     now, most = 0, 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -221,6 +228,16 @@ def test_peak_is_within_a_tenth_of_what_a_step_allocates(overrides: tuple[str, .
     parts = predicted(config, backend="portable", is_compiled=False)
     beyond_state = parts.total - parts.parameters - parts.moments - parts.libraries
     assert beyond_state == pytest.approx(allocated_bytes(config, own_group), rel=0.1)
+
+
+@pytest.mark.parametrize("reshards", ["true", "false"])
+def test_an_evaluation_beside_a_graph_takes_what_a_forward_allocates(reshards: str, own_group: World) -> None:
+    options = (*STEP, "train.precision=bf16", f"parallel.reshard_after_forward={reshards}")
+    config = config_of(*options, "train.global_batch_sequences=2")
+    recorded = config_of(*options, "train.global_batch_sequences=2", "parallel.cuda_graph=true")
+    plain, beside = (predicted(c, backend="portable", is_compiled=False) for c in (config, recorded))
+    measured = allocated_bytes(config, own_group, in_evaluation=True)
+    assert beside.total - plain.total == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("backend", ["cute_sm90", "portable"])

@@ -152,7 +152,7 @@ def micro_batch(number: int) -> MicroBatch:
     labels[torch.rand(labels.shape, generator=generator) < (1.0 if number == 1 else 0.15 * (number % 5))] = -100
     start_BS = torch.randint(1, POSITIONS, (SEQUENCES, 1), generator=generator)
     batch = Batch(ids[:, :-1], labels, (torch.arange(POSITIONS) >= start_BS).int())  # two documents a row
-    return MicroBatch(batch, first_sample=number * SEQUENCES)
+    return MicroBatch.of(batch, first_sample=number * SEQUENCES)
 
 
 def take_step(case: Case, world: World) -> dict[str, Any]:

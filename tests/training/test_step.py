@@ -57,7 +57,7 @@ def step(
 ) -> StepResult:
     config = TrainConfig(num_steps=1, micro_batch_sequences=1, global_batch_sequences=1, max_grad_norm=1e9, **changes)
     firsts = accumulate((batch.input_ids_BS.shape[0] for batch in micro_batches), initial=0)
-    numbered = [MicroBatch(batch, first) for batch, first in zip(micro_batches, firsts, strict=False)]
+    numbered = [MicroBatch.of(batch, first) for batch, first in zip(micro_batches, firsts, strict=False)]
     return train_step(
         model,
         optimizer or build_optimizer(model, OptimConfig(lr=1e-3)),

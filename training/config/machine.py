@@ -49,6 +49,7 @@ class ParallelConfig:
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
     recompute_h: bool = False  # of the experts: their up-projection runs again in the backward and h is not kept
     compile: bool | None = None  # torch.compile for every block, whole; null: on CUDA devices
+    cuda_graph: bool = False  # forwards and backwards of a step are launched as one: the host no longer limits them
 
     def __post_init__(self) -> None:
         if self.shard_degree is not None and self.shard_degree < 1:

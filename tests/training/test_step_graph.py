@@ -1,0 +1,159 @@
+"""A recorded step is the step: on a CPU with a stand-in for the graph, on a GPU with a CUDA graph."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+from torch.utils._pytree import tree_leaves
+
+import model.attend
+import training.parallel
+from tests.training.test_distributed import whole
+from tests.training.test_trainer import logged
+from training.config import DeviceName, RunConfig
+from training.step import Accumulated
+from training.step_graph import Recording, StepGraph, check_step_graph, record_on_device
+from training.trainer import EXIT_DONE, Trainer
+from training.world import World, open_world
+
+LINES = ("logging.every_steps=1", "evaluation.every_steps=4", "checkpoint.every_steps=0", "train.num_steps=9")
+OVERRIDES = {
+    "rounded": ("model.moe.routing.rounding=stochastic", "model.moe.router=sigmoid", "train.balance_scope=global_step"),
+    "ramped": ("train.batch_ramp=[{until_step: 5, sequences: 8}]", "train.global_batch_sequences=16"),
+    "gathered once": ("train.precision=bf16", "parallel.reshard_after_forward=false", "data.mask_documents=true"),
+}
+
+
+class Replayed:
+    """Does the recorded work again, into the tensors of the first time, as a CUDA graph does."""
+
+    def __init__(self, decoder: torch.nn.Module, work: Callable[[], Accumulated]) -> None:
+        self._work = work
+        self._parameters = list(decoder.parameters())
+        self.found = work()
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+        again = self._work()
+        for place, value in zip(_tensors(self.found), _tensors(again), strict=True):
+            place.copy_(value)
+        for place, parameter in zip(self._gradients, self._parameters, strict=True):
+            place.copy_(parameter.grad)
+        self.num_replays += 1
+        for parameter in self._parameters:
+            parameter.grad = None  # a graph knows nothing of them
+
+    def reset(self) -> None:
+        self._work = lambda: pytest.fail("it was reset")
+
+
+def _tensors(found: Accumulated) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = open_world(DeviceName.auto)
+    yield world
+    world.close()
+
+
+def train(config: RunConfig, world: World, graph_of: Callable[[Trainer], StepGraph | None]) -> dict[str, Any]:
+    """Return what a whole run logs, leaving out its times and memory, and its last parameters."""
+    trainer = Trainer(config, world)
+    trainer._graph = graph_of(trainer)
+    assert trainer.fit() == EXIT_DONE
+    lines = [
+        {name: value for name, value in line.items() if not name.startswith(("time/", "throughput/", "memory/"))}
+        for line in logged(config)
+    ]
+    return {"lines": lines, "parameters": {n: whole(p).clone() for n, p in trainer.model.named_parameters()}}
+
+
+def assert_equal(recorded: dict[str, Any], plain: dict[str, Any]) -> None:
+    assert len(plain["lines"]) > 9
+    assert recorded["lines"] == plain["lines"]
+    for name, parameter in plain["parameters"].items():
+        assert torch.equal(recorded["parameters"][name], parameter), name
+
+
+@pytest.mark.parametrize("overrides", OVERRIDES.values(), ids=OVERRIDES)
+def test_a_run_of_recorded_steps_is_the_run(
+    small_run: Callable[..., RunConfig], overrides: tuple[str, ...], world: World
+) -> None:
+    graphs: list[Replayed] = []
+
+    def graph_of(trainer: Trainer) -> StepGraph:
+        def record(work: Callable[[], Accumulated]) -> Recording:
+            graphs.append(Replayed(trainer.model, work))
+            return Recording(graphs[-1], graphs[-1].found, 0)
+
+        return StepGraph(trainer.model, record=record)
+
+    options = ("run.device=cpu", "kernels=portable", *LINES, *overrides)
+    plain = train(small_run("run.name=plain", *options), world, lambda trainer: None)
+    recorded = train(small_run("run.name=recorded", *options), world, graph_of)
+    assert_equal(recorded, plain)
+    # The first of nine steps is of another kind, because it has no counts of a step before; so is one of a ramp.
+    assert [graph.num_replays for graph in graphs] == ([2, 2] if overrides is OVERRIDES["ramped"] else [6])
+
+
+def test_a_cpu_has_no_graph(small_run: Callable[..., RunConfig]) -> None:
+    config = small_run("run.device=cpu", "parallel.cuda_graph=true")
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"computes on the cpu: set parallel.cuda_graph=false"):
+        Trainer(config, world)
+    with pytest.raises(ValueError, match=r"parallel.cuda_graph"):
+        check_step_graph(config, world)
+
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+ON_HOPPER = (
+    *("train.precision=bf16", "parallel.activation_checkpointing=selective", "kernels=cute_sm90"),
+    *("model.moe.routing.tile_m=128", "model.moe.routing.allow_below_one_tile=true", *LINES),
+)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("compiles", ["true", "false"])
+@pytest.mark.parametrize("overrides", OVERRIDES.values(), ids=OVERRIDES)
+def test_a_run_of_steps_in_a_cuda_graph_is_the_run(
+    small_run: Callable[..., RunConfig],
+    overrides: tuple[str, ...],
+    compiles: str,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The fast kernels add up the gradient of the queries in any order.
+    monkeypatch.setattr(model.attend, "_SDPA_KERNELS", [SDPBackend.MATH])
+    # Inductor's kernels sum in other orders in another run.
+    compile_eagerly = partial(training.parallel.compile_blocks, backend="aot_eager")
+    monkeypatch.setattr(training.parallel, "compile_blocks", compile_eagerly)
+    options = (*ON_HOPPER, f"parallel.compile={compiles}", *overrides)
+    plain = train(small_run("run.name=plain", *options), world, lambda trainer: trainer._graph)
+    graphs: list[StepGraph] = []
+    recorded = train(
+        small_run("run.name=recorded", "parallel.cuda_graph=true", *options),
+        world,
+        lambda trainer: graphs.append(trainer._graph) or trainer._graph,  # type: ignore[arg-type, func-returns-value]
+    )
+    assert isinstance(graphs[0], StepGraph)
+    assert_equal(recorded, plain)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_work_that_waits_is_refused_with_the_knob() -> None:
+    waits = torch.ones((), device="cuda")
+    with pytest.raises(RuntimeError, match=r"parallel.cuda_graph=false"):
+        record_on_device(waits.item)  # type: ignore[arg-type, return-value]
+    assert float(waits) == 1  # the device is as usable as before
