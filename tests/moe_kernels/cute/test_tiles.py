@@ -16,6 +16,7 @@ from moe_kernels.cute.tiles import (
 )
 from tests.moe_kernels.cute.weight_grad_tiles import SCHEDULES, WEIGHT_GRADS, weight_grad_tile
 
+OLMOE = ("down_backward", "olmoe")
 WIDTHS = [(200, 200), (768, 256), (1408, 4096), (2880, 2880), (4096, 1536), (7168, 2048), (8, 8)]
 
 
@@ -42,6 +43,16 @@ def test_no_two_table_entries_answer_the_same_question():
 
 def test_widths_without_a_measurement_get_the_rule():
     assert choose_tile(KernelForm.up, 264, 136, 100) == rule_for(KernelForm.up, 264, 136)
+
+
+def test_other_rows_per_expert_get_the_tile_measured_nearest():
+    measured = {
+        e["rows_per_expert"]: TileConfig(**e["tile"]) for e in table_entries() if (e["form"], e["shape"]) == OLMOE
+    }
+    ((rows, tile),) = measured.items()
+    assert tile != rule_for(KernelForm.down_backward, 2048, 1024)
+    for other in (1, rows // 2, 8 * rows):
+        assert choose_tile(KernelForm.down_backward, 2048, 1024, other) == tile
 
 
 def test_buckets_double_and_do_not_split_small_changes_of_load():
