@@ -99,8 +99,7 @@ def counted_bytes(shape: MoEShape, rows: int, *, recompute_h: bool) -> LayerByte
     peak is the highest of these moments; weight gradients stay once they are there, as do out and the scores:
 
         forward    h + a + y; h + y + out
-        backward   h + dh + score·a + dw_down, h gone by dw_down if it was recomputed; dh + rows of dx + dx;
-                   dh + dx + dw_gate_up
+        backward   h + dh + score·a; dh + score·a + dw_down; dh + rows of dx + dx; dh + dx + dw_gate_up
 
     What a backend needs beside them for a moment (parts of dscore: rows · N / 128 numbers) is not counted.
     """
@@ -115,7 +114,7 @@ def counted_bytes(shape: MoEShape, rows: int, *, recompute_h: bool) -> LayerByte
     gradients = dscore + dw_down
     backward = max(
         h + dh + scaled_a + dscore,
-        kept + dh + scaled_a + gradients,
+        dh + scaled_a + gradients,
         dh + rows_of_dx + dx + gradients,
         dh + dx + dw_gate_up + gradients,
     )

@@ -1,4 +1,4 @@
-"""The expert layer as opaque operators, one forward and the backward in two halves, written once over a backend's ops.
+"""The expert layer as opaque operators, one forward and the backward in three parts, written once over a backend's ops.
 
 Opaque and with fakes, so that torch.compile traces through in every dtype; arguments are flat because operators take
 tensors and not plans. What is saved for backward is decided here and is the same for every backend: x, h, the rows'
@@ -94,25 +94,19 @@ def moe_experts_bwd(
     token_offsets_T1: Tensor,
     row_by_token_R: Tensor,
     keeps_h: bool,
-    needs_down: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dh_R2N, dw_down (empty unless ``needs_down``) and dscore_TE: the backward down to h.
+    """Return dh_R2N, score · a_RN and dscore_TE from a contiguous dout_TD. Without ``keeps_h``, h is computed again.
 
-    The other half is an operator of its own because a caller's h lives as long as the operator that reads it, and h
-    must be gone before the rows of dx come. Without ``keeps_h``, h is computed again.
+    What follows are operators of their own because a caller's tensors live as long as the operator that reads them: h
+    must be gone before dw_down comes, and score · a before the rows of dx.
     """
     ops = _backend(backend)
     plan = _plan((token_R, expert_R, expert_offsets_E1, token_offsets_T1, row_by_token_R))
     if not keeps_h:
         h_R2N = ops.up(x_TD, w_gate_up, plan)[0]  # a goes at once: down_backward makes its own
-    dout_TD = dout_TD.contiguous()  # the gradient of a sum is one number expanded: its strides suit no kernel
-    dh_R2N, scaled_a_RN, dscore_TE = ops.down_backward(dout_TD, h_R2N, w_down, score_R, plan)
-    del h_R2N
-    dw_down = w_down.new_empty(0)
-    if needs_down:
-        dw_down = ops.weight_grad(dout_TD, scaled_a_RN, plan, gathered=GatheredSide.left)
-    return dh_R2N, dw_down, dscore_TE
+    grads = ops.down_backward(dout_TD, h_R2N, w_down, score_R, plan)
+    return grads.dh_R2N, grads.scaled_a_RN, grads.dscore_TE
 
 
 @moe_experts_bwd.register_fake
@@ -129,12 +123,40 @@ def _(
     token_offsets_T1: Tensor,
     row_by_token_R: Tensor,
     keeps_h: bool,
-    needs_down: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dh_R2N = x_TD.new_empty(token_R.shape[0], w_gate_up.shape[1])
-    dw_down = w_down.new_empty(w_down.shape if needs_down else (0,))
-    return dh_R2N, dw_down, score_R.new_empty(x_TD.shape[0], w_down.shape[0])
+    R, N = token_R.shape[0], w_down.shape[2]
+    return x_TD.new_empty(R, 2 * N), x_TD.new_empty(R, N), score_R.new_empty(x_TD.shape[0], w_down.shape[0])
+
+
+@operator("moe_experts_bwd_down")
+def moe_experts_bwd_down(
+    dout_TD: Tensor,
+    scaled_a_RN: Tensor,
+    token_R: Tensor,
+    expert_R: Tensor,
+    expert_offsets_E1: Tensor,
+    token_offsets_T1: Tensor,
+    row_by_token_R: Tensor,
+    backend: str,
+) -> Tensor:
+    """Return dw_down from a contiguous dout_TD and score · a."""
+    plan = _plan((token_R, expert_R, expert_offsets_E1, token_offsets_T1, row_by_token_R))
+    return _backend(backend).weight_grad(dout_TD, scaled_a_RN, plan, gathered=GatheredSide.left)
+
+
+@moe_experts_bwd_down.register_fake
+def _(
+    dout_TD: Tensor,
+    scaled_a_RN: Tensor,
+    token_R: Tensor,
+    expert_R: Tensor,
+    expert_offsets_E1: Tensor,
+    token_offsets_T1: Tensor,
+    row_by_token_R: Tensor,
+    backend: str,
+) -> Tensor:
+    return dout_TD.new_empty(expert_offsets_E1.shape[0] - 1, dout_TD.shape[1], scaled_a_RN.shape[1])
 
 
 @operator("moe_experts_bwd_up")
@@ -199,14 +221,18 @@ def _backward(ctx: Any, dout_TD: Tensor | None, *_: Tensor | None) -> tuple[Tens
     if dout_TD is None or not any(needed):
         return (None,) * num_inputs
     x_TD, w_gate_up, w_down, h_R2N, score_R, *plan = ctx.saved_tensors
-    # What is saved would live until this function returns; h is to go after the first half. Does nothing where the
+    # What is saved would live until this function returns; h is to go after the first part. Does nothing where the
     # graph is kept. Not in torch's documentation; AOTAutograd's generated code relies on it for the same purpose.
     ctx.maybe_clear_saved_tensors()
-    dh_R2N, dw_down, dscore_TE = moe_experts_bwd(
-        dout_TD, x_TD, w_gate_up, w_down, h_R2N, score_R, *plan, ctx.keeps_h, needed.w_down, ctx.backend
+    dout_TD = dout_TD.contiguous()  # the gradient of a sum is one number expanded: its strides suit no kernel
+    dh_R2N, scaled_a_RN, dscore_TE = moe_experts_bwd(
+        dout_TD, x_TD, w_gate_up, w_down, h_R2N, score_R, *plan, ctx.keeps_h, ctx.backend
     )
     del h_R2N
-    dx_TD = dw_gate_up = None
+    dx_TD = dw_gate_up = dw_down = None
+    if needed.w_down:
+        dw_down = moe_experts_bwd_down(dout_TD, scaled_a_RN, *plan, ctx.backend)
+    del scaled_a_RN
     if needed.x_TD or needed.w_gate_up:
         needed_up = [needed.x_TD, needed.w_gate_up]
         dx_TD, dw_gate_up = moe_experts_bwd_up(dh_R2N, x_TD, w_gate_up, *plan, needed_up, ctx.backend)

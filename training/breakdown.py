@@ -209,8 +209,8 @@ def _forms(op: str, kernels: list[str]) -> list[str]:
 
     The kernels of cute_sm90 have two names for seven products; which is which follows from their order in layer_op.py.
     """
-    products = (
-        ["up again", "down backward"] if op.endswith("_bwd") else ["dx"] if op.endswith("_up") else ["up", "down"]
+    products = {"_bwd": ["up again", "down backward"], "_up": ["dx"], "_fwd": ["up", "down"]}.get(
+        op[op.rindex("_") :], []
     )
     if op.endswith("_bwd") and sum("GroupedGemm" in kernel for kernel in kernels) == 1:
         products = ["down backward"]

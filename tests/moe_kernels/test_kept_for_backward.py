@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from moe_kernels import BackendName, Rounding, moe_experts, route_token_rounding, route_top_k
 from moe_kernels.dispatch import BACKENDS
 from moe_kernels.reference.ops import ReferenceBackend
+from moe_kernels.side import GatheredSide
 from moe_kernels.testing import edge_cases, random_layer, random_probs, saved_for_backward
 
 
@@ -99,20 +100,27 @@ class Watched(ReferenceBackend):
     """Asks, when the rows of dx are to be allocated, whether the h that was read before is gone."""
 
     def __init__(self):
-        self.h, self.h_was_gone = None, []
+        self.h = self.scaled_a = None
+        self.h_was_gone, self.scaled_a_was_gone = [], []
 
     def down_backward(self, dout_TD, h_R2N, w_down, score_R, plan):
-        self.h = StorageWeakRef(h_R2N.untyped_storage())
-        return super().down_backward(dout_TD, h_R2N, w_down, score_R, plan)
+        grads = super().down_backward(dout_TD, h_R2N, w_down, score_R, plan)
+        self.h, self.scaled_a = (StorageWeakRef(t.untyped_storage()) for t in (h_R2N, grads.scaled_a_RN))
+        return grads
+
+    def weight_grad(self, left, right, plan, *, gathered, into=None):
+        if gathered is GatheredSide.left:
+            self.h_was_gone.append(self.h.expired())
+        return super().weight_grad(left, right, plan, gathered=gathered, into=into)
 
     def rows_matmul(self, rows_RX, w_EXY, plan):
-        if self.h is not None:
-            self.h_was_gone.append(self.h.expired())
+        if self.scaled_a is not None:
+            self.scaled_a_was_gone.append(self.scaled_a.expired())
         return super().rows_matmul(rows_RX, w_EXY, plan)
 
 
 @pytest.mark.parametrize("recompute_h", [False, True])
-def test_h_is_gone_before_the_rows_of_dx_come_unless_the_graph_is_kept(recompute_h, monkeypatch):
+def test_h_is_gone_before_dw_down_comes_unless_the_graph_is_kept(recompute_h, monkeypatch):
     watched = Watched()
     monkeypatch.setitem(BACKENDS, BackendName.reference, watched)
     prob_TE = random_probs(20, 4, seed=0)
@@ -121,6 +129,7 @@ def test_h_is_gone_before_the_rows_of_dx_come_unless_the_graph_is_kept(recompute
     first = torch.autograd.grad(out_TD.sum(), tensors, retain_graph=True)
     second = torch.autograd.grad(out_TD.sum(), tensors)
     assert watched.h_was_gone == [recompute_h, True]
+    assert watched.scaled_a_was_gone == [True, True]
     for one, two in zip(first, second, strict=True):
         assert torch.equal(one, two)
 

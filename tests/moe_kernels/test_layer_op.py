@@ -183,9 +183,14 @@ def test_operators_pass_torchs_own_checks():
         h = h_R2N if keeps_h else torch.empty(0)
         torch.library.opcheck(
             torch.ops.gristmill.moe_experts_bwd.default,
-            (x_TD, x_TD, w_gate_up, w_down, h, score_R, *plan_tensors, keeps_h, not keeps_h, "reference"),
+            (x_TD, x_TD, w_gate_up, w_down, h, score_R, *plan_tensors, keeps_h, "reference"),
             test_utils=("test_schema", "test_faketensor"),
         )
+    torch.library.opcheck(
+        torch.ops.gristmill.moe_experts_bwd_down.default,
+        (x_TD, h_R2N[:, :4].contiguous(), *plan_tensors, "reference"),
+        test_utils=("test_schema", "test_faketensor"),
+    )
     for needed in ([True, True], [False, True], [True, False]):
         torch.library.opcheck(
             torch.ops.gristmill.moe_experts_bwd_up.default,

@@ -135,7 +135,8 @@ def test_the_products_of_the_experts_are_told_apart_by_their_order_in_the_op(rec
     product, gradient, combine = "kernel_cutlass_GroupedGemm_0", "kernel_cutlass_WeightGrad_0", "_combine"
     calls = {
         "gristmill::moe_experts_fwd": [product, product, combine],
-        "gristmill::moe_experts_bwd": [product] * (1 + recomputes) + [gradient],
+        "gristmill::moe_experts_bwd": [product] * (1 + recomputes),
+        "gristmill::moe_experts_bwd_down": [gradient],
         "gristmill::moe_experts_bwd_up": [product, combine, gradient],
     }
     time = 0.0
