@@ -19,7 +19,7 @@ from data.prefetch import prefetch
 from launch import preflight
 from model.decoder import Decoder
 from moe_kernels import KernelUnavailable
-from training.build import build_model, check_division, choose_kernels
+from training.build import Kernels, build_model, check_division, choose_kernels
 from training.config import RunConfig
 from training.environment import fix_numerics
 from training.guard import StepGuard
@@ -42,6 +42,16 @@ def leaving_with_a_message() -> Iterator[None]:
     except (ValueError, OSError, KernelUnavailable, FloatingPointError, OmegaConfBaseException, HydraException) as why:
         cause = f" ({why.__cause__})" if why.__cause__ is not None else ""  # hydra's says which values there are
         raise SystemExit(f"error: {why}{cause}") from why
+
+
+def check_run(config: RunConfig, world: World) -> Kernels:
+    """Return what computes the steps of ``config`` in ``world``.
+
+    Raises: ValueError or KernelUnavailable, as a run does, if they cannot be taken there.
+    """
+    check_division(config, world)
+    check_step_graph(config, world)
+    return choose_kernels(config, world)
 
 
 class RandomRows:
@@ -77,10 +87,8 @@ class Steps:
     ) -> None:
         self.config, self.world = config, world
         fix_numerics(config.train.num_threads, seed=config.train.seed)
-        check_division(config, world)
-        check_step_graph(config, world)
+        kernels = check_run(config, world)
         self._rows = RandomRows(config) if random_tokens else open_prepared(config.data).train
-        kernels = choose_kernels(config, world)
         self.backend = kernels.backend
         self.model = build_model(config, kernels, world, initialise=draw_on_device if draws_on_device else None)
         self.optimizer = build_optimizer(self.model, config.optim)

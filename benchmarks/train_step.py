@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.options import output_file
-from benchmarks.steps import Steps, compose_run, leaving_with_a_message
+from benchmarks.steps import Steps, check_run, compose_run, leaving_with_a_message
 from benchmarks.timing import new_record, write_record
 from model.counting import count_parameters, flops_per_token
 from training.breakdown import Sizes
@@ -212,6 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     choices = [Choice(*names) for names in product(*(map(str.strip, names.split(",")) for names in lists))]
     with leaving_with_a_message():  # all of them before the first is measured
         configs = [run_config(arguments, choice, world) for choice in choices]
+        for config in configs:
+            check_run(config, world)
     for choice, config in zip(choices, configs, strict=True):
         with leaving_with_a_message():
             row = _row(arguments, choice, config, world)

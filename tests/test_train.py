@@ -65,7 +65,7 @@ def test_a_run_root_that_is_a_file_stops_with_one_line(prepared_root: Path, tmp_
     small = ("debug=cpu_smoke", "model.vocab_size=512", "data.sequence_length=64", "model.moe.routing.tile_m=32")
     result = train(*small, f"data.root={prepared_root}", f"run.root={tmp_path / 'file'}")
     assert result.returncode != 0
-    assert result.stderr.startswith("error: ")
+    assert result.stderr.startswith(f"error: run.root={tmp_path / 'file'}")
     assert "Traceback" not in result.stderr
 
 

@@ -116,10 +116,13 @@ def folder_of(config: RunConfig) -> RunFolder:
 def find_run(config: RunConfig, data: PreparedData) -> RunFolder:
     """Return the run's folder, which is not there yet or holds this configuration and this data; nothing is written.
 
-    Raises: ValueError with every difference if a run of that name has another configuration or other data, or with the
-    file that cannot tell.
+    Raises: ValueError with every difference if a run of that name has another configuration or other data, with the
+    file that cannot tell, or with what is in the folder's place.
     """
     folder = folder_of(config)
+    for path in (folder.path, *folder.path.parents):
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"run.root={config.run.root} and run.name={config.run.name}: {path} is not a folder")
     if folder.config.exists():
         _refuse_other_run(folder, config_values(config), _manifests(data))
     elif folder.metrics.exists() or any(folder.checkpoints.glob("step_*")):

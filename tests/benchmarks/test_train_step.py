@@ -63,9 +63,11 @@ def test_random_tokens_are_used_only_when_said(tmp_path: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_what_cannot_run_here_ends_in_a_message() -> None:
+def test_what_cannot_run_here_ends_in_a_message_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Steps, "take", lambda steps: pytest.fail("a step was taken"))
     with pytest.raises(SystemExit, match=r"^error: no MoE backend for kernels\.backend=cute_sm90"):
-        main([*TINY, "--random-tokens", "--set", *SMALLER])  # in fp32, which it has on no machine
+        # In fp32, which it has on no machine.
+        main([*TINY, "--random-tokens", "--backends", "portable,cute_sm90", "--set", *SMALLER])
     torch.distributed.destroy_process_group()
     with pytest.raises(SystemExit, match=r"--shapes knows .*tiny, not huge"):
         main(["--shapes", "tiny,huge"])
