@@ -4,14 +4,19 @@
 every call that no output shares memory with an input, which tests check here (``torch.library.opcheck``).
 """
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.compiler.config
 
 _LIBRARY = globals().get("_LIBRARY") or torch.library.Library("gristmill", "FRAGMENT")
 # By name. Both outlive a reload of this module: where a library goes, calling its operators crashes the process.
 _OPERATORS: "dict[str, Operator]" = globals().get("_OPERATORS", {})
+_DIGESTS: dict[str, str] = globals().get("_DIGESTS", {})  # of the files that define operators, by module
+_OTHER_TAG: str = globals().get("_OTHER_TAG", torch.compiler.config.cache_key_tag)
 
 
 class Operator:
@@ -29,6 +34,7 @@ class Operator:
         self._fake: Callable[..., Any] | None = None
         self._backward: Callable[..., Any] | None = None
         self._setup_context: Callable[..., None] | None = None
+        _tell_versions_apart(function)
         _LIBRARY.define(f"{name}{self._schema}", tags=(torch.Tag.pt2_compliant_tag,))
         _leave_uncompiled(Operator._run)
         _LIBRARY.impl(name, self._run, "CompositeExplicitAutograd")
@@ -45,6 +51,7 @@ class Operator:
         schema = torch.library.infer_schema(function, mutates_args=())
         if schema != self._schema:
             raise RuntimeError(f"{self._name}{self._schema} cannot become {schema} in this process: start a new one")
+        _tell_versions_apart(function)
         self._function = function
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,6 +79,18 @@ class Operator:
     def _keep(self, ctx: Any, inputs: tuple, output: Any) -> None:
         if self._setup_context is not None:
             self._setup_context(ctx, inputs, output)
+
+
+def _tell_versions_apart(function: Callable[..., Any]) -> None:
+    """Have torch.compile's caches on disk look up compiled code by what the file of ``function`` holds, too.
+
+    They know a graph by the names of its operators. Code compiled with another version's backward, which is beside the
+    operator in its file, would be found again and run.
+    """
+    path = Path(function.__code__.co_filename)
+    if path.is_file():  # and was not typed into an interpreter
+        _DIGESTS[function.__module__] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        torch.compiler.config.cache_key_tag = " ".join([_OTHER_TAG, *sorted(_DIGESTS.values())]).strip()
 
 
 def _leave_uncompiled(function: Callable[..., Any]) -> None:

@@ -1,7 +1,9 @@
 """Our operators: what a first call imports, what has no gradient, and what torch.compile makes of them."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from moe_kernels import BackendName, moe_experts, route_top_k
 from moe_kernels.dispatch import BACKENDS
 from moe_kernels.testing import random_probs
 
+ROOT = Path(__file__).parents[2]
 FIRST_STEP = """
 import sys, torch
 from moe_kernels import BackendName, moe_experts, route_top_k
@@ -50,6 +53,39 @@ for module in (moe_kernels.operators, moe_kernels.layer_op, moe_kernels.operator
 def test_operators_outlive_a_reload_of_their_modules():
     done = subprocess.run([sys.executable, "-c", RELOADED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+SCALED = """
+import torch
+from moe_kernels.operators import operator
+
+@operator("scaled")
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+scaled.register_fake(lambda x: torch.empty_like(x))
+scaled.register_autograd(lambda ctx, grad: grad * FACTOR, setup_context=lambda ctx, inputs, output: None)
+
+x = torch.ones(3, requires_grad=True)
+torch.compile(lambda x: scaled(x).sum())(x).backward()
+print(x.grad.tolist())
+print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_code_compiled_with_another_version_of_a_backward_is_not_run(tmp_path):
+    def run(factor):
+        script = tmp_path / "scaled.py"
+        script.write_text(SCALED.replace("FACTOR", str(factor)))
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        gradient, hits = done.stdout.splitlines()
+        return gradient, int(hits)
+
+    assert run(2) == ("[2.0, 2.0, 2.0]", 0)
+    assert run(2) == ("[2.0, 2.0, 2.0]", 1)  # there is such a cache
+    assert run(3) == ("[3.0, 3.0, 3.0]", 0)
 
 
 @pytest.fixture
