@@ -148,9 +148,9 @@ class Steps:
     def close(self) -> None:
         """Let go of the data's thread, the model, its compiled code, and the memory."""
         self._micro_batches.close()
-        self._guard.settle()
         if self._graph is not None:
             self._graph.close()
+        self._guard.settle()
         gc.unfreeze()
         del self.model, self.optimizer, self._graph, self._guard, self._previous_count_LE
         torch._dynamo.reset()

@@ -34,6 +34,7 @@ from training.config import DeviceName, RunConfig
 from training.environment import hide_objects
 from training.metrics import SECONDS_PER_DAY
 from training.profiling import Recording
+from training.step_graph import STEPS_BEFORE_GRAPH
 from training.world import World, open_world
 
 SHAPES = {
@@ -214,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         configs = [run_config(arguments, choice, world) for choice in choices]
         for config in configs:
             check_run(config, world)
+            if config.parallel.cuda_graph and arguments.warm_up <= STEPS_BEFORE_GRAPH:
+                raise ValueError(f"with parallel.cuda_graph=true --warm-up must be at least {STEPS_BEFORE_GRAPH + 1}")
     for choice, config in zip(choices, configs, strict=True):
         with leaving_with_a_message():
             row = _row(arguments, choice, config, world)

@@ -93,6 +93,8 @@ class _Step:
             moments=moments_bytes(layout.shard, config.optim.states),
             # The final norm is never compiled.
             activations=sizes.mask + _FP32 * sizes.T + sizes.T * sizes.D * (_FP32 + sizes.c),
+            # A graph is recorded in a stream of its own, which has its own workspaces.
+            libraries=(2 if config.parallel.cuda_graph else 1) * _CUBLAS_WORKSPACE_BYTES,
         )
 
     def forward(self) -> Iterator[StepMoment]:
@@ -175,17 +177,24 @@ class _Step:
         )
 
     def evaluation_beside(self, worst: StepMoment) -> StepMoment:
-        """Return the moment of an evaluation whose step is a graph, which keeps what ``worst`` needs meanwhile."""
-        parts, block = worst.parts, max(evaluation_bytes(self._s, layer) for layer in range(len(self._blocks)))
-        head = 2 * self._s.stream + self._logits()
-        gathered = max(self._gathered_in_forward(layer) for layer in range(len(self._blocks)))
-        beside = replace(
-            parts,
-            gathered=parts.gathered + gathered,
-            workspace=parts.workspace + (block if block > head else 0),
-            head=parts.head + (head if head >= block else 0),
+        """Return an evaluation's worst moment where the step is a graph, which keeps what ``worst`` needs meanwhile."""
+        num_units, s = len(self._layout.units), self._s
+        unit = self._layout.embed if self._layout.is_tied else self._layout.head
+        moments = [
+            Parts(gathered=self._gathered_in_forward(layer), workspace=evaluation_bytes(s, layer))
+            for layer in range(len(self._blocks))
+        ]
+        at_head = self._gathered(unit, with_buffer=not self._layout.is_tied) + self._gathered_units(num_units)
+        moments.append(Parts(gathered=at_head, head=2 * s.stream + self._logits()))
+        extra = max(moments, key=lambda parts: parts.total)
+        parts = replace(
+            worst.parts,
+            gathered=worst.parts.gathered + extra.gathered,
+            activations=worst.parts.activations + s.mask,
+            workspace=worst.parts.workspace + extra.workspace,
+            head=worst.parts.head + extra.head,
         )
-        return StepMoment(name=f"evaluation, while the graph keeps what it needs in {worst.name}", parts=beside)
+        return StepMoment(name=f"evaluation, while the graph keeps what it needs in {worst.name}", parts=parts)
 
     def _logits(self) -> int:
         """Return the bytes of the logits of a chunk of tokens."""

@@ -13,7 +13,7 @@
 | throughput/tokens_per_s_per_gpu | the first, per second and device |
 | time/{step,data,forward,backward,optimizer,log}_s | mean over those steps; the parts sum to the step (3) |
 | time/{eval,save}_s | spent since the last line |
-| memory/peak_gib | most device memory allocated since the last line; absent on the CPU |
+| memory/peak_gib | most device memory allocated since the last line; absent on the CPU (5) |
 | compile/graphs | graphs that torch.compile made since the process began (4) |
 | compile/kernels | kernels of the MoE backend compiled since then; absent where it has none (4) |
 | moe/{load_max_over_mean,router_entropy,z,logit_max}_{min,median,max} | over layers, all micro-batches (2) |
@@ -29,6 +29,7 @@
 (3) On CUDA by the device's clock: data is what it waited for a batch, log what it waited for a line. With
     parallel.cuda_graph the forward's time is in backward.
 (4) They rise in the first step and in the first evaluation, and then no more.
+(5) In the line after parallel.cuda_graph has made its graph: since then.
 """
 
 import time

@@ -300,11 +300,17 @@ def synchronise_gradients(model: Decoder, is_due: bool, *, add_up: bool) -> None
             exchange.adds_up = add_up
 
 
-def free_gathered(model: Decoder) -> None:
-    """Free gathered parameters that a forward without a backward left behind; the next forward gathers them again."""
+def forget_forwards(model: Decoder) -> None:
+    """Take back what forwards without a backward leave in FSDP: gathered parameters, and notes of their order.
+
+    Only a backward clears the notes, from which it tells what to gather next. There is no public way to.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+            state: Any = module._get_fsdp_state()
+            getattr(getattr(state, "_comm_ctx", None), "post_forward_order", []).clear()
+            getattr(state._fsdp_param_group, "_post_forward_indices", []).clear()
 
 
 def gradient_norm(model: nn.Module) -> Tensor:

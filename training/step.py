@@ -142,7 +142,8 @@ def train_step(
     is_finite = clipped_step(optimizer, grad_norm, config.max_grad_norm)
     _move_expert_bias(model, load.top_k_count_LE, config.expert_bias_rate, is_finite)
     lap("optimizer")
-    return StepResult(losses=summed, grad_norm=grad_norm, num_valid=done.num_valid, load=load)
+    # A copy: with ``run`` the tensor may be filled again by the next step.
+    return StepResult(losses=summed, grad_norm=grad_norm, num_valid=done.num_valid.clone(), load=load)
 
 
 def _accumulate(

@@ -5,6 +5,7 @@ no longer as slow as Python (docs/performance.md). Gathering parameters and summ
 Source of the idea: Megatron-LM's full-iteration graph (NVIDIA/Megatron-LM, megatron/core/full_cuda_graph.py).
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -14,12 +15,13 @@ from torch import Tensor
 from data.batch import Batch
 from model.decoder import Decoder
 from training.config import RunConfig
-from training.parallel import free_gathered
+from training.parallel import forget_forwards
 from training.step import Accumulate, Accumulated, Lap, MicroBatch, StepInput
 from training.world import World
 
 # The first compiles and allocates; the second meets what the first left behind, as all later ones do.
 PLAIN_STEPS = 2
+STEPS_BEFORE_GRAPH = PLAIN_STEPS + 1  # in a run, whose first is of a kind of its own: it has no counts of one before
 
 
 class Graph(Protocol):
@@ -50,11 +52,21 @@ class _Recorded(NamedTuple):
 
 
 def check_step_graph(config: RunConfig, world: World) -> None:
-    """Raise ValueError if ``parallel.cuda_graph`` is asked of a machine that has none."""
-    if config.parallel.cuda_graph and world.device.type != "cuda":
+    """Raise ValueError if ``parallel.cuda_graph`` is asked for where steps cannot be recorded."""
+    if not config.parallel.cuda_graph:
+        return
+    if world.device.type != "cuda":
         raise ValueError(
             f"parallel.cuda_graph=true records the work of a CUDA device, and this run computes on the "
             f"{world.device.type}: set parallel.cuda_graph=false"
+        )
+    # Source: Megatron-LM, megatron/core/transformer/cuda_graphs.py, which asserts the same.
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    expandable = [name for name in names if "expandable_segments:True" in os.environ.get(name, "")]
+    if world.size > 1 and expandable and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+        raise ValueError(
+            f"parallel.cuda_graph=true with {expandable[0]}=expandable_segments:True: NCCL may hang where it registers "
+            "such memory for a graph. Set NCCL_GRAPH_REGISTER=0, or leave expandable_segments out"
         )
 
 
@@ -70,7 +82,9 @@ def record_on_device(work: Callable[[], Accumulated]) -> Recording:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             found = work()
     except RuntimeError as problem:
-        raise RuntimeError(f"the step cannot be recorded ({problem}): set parallel.cuda_graph=false") from problem
+        # Where the work fails, ending the recording does too, and that error stands before the one that says why.
+        cause = problem.__context__ or problem
+        raise RuntimeError(f"the step cannot be recorded ({cause}): set parallel.cuda_graph=false") from cause
     return Recording(graph, found, torch.cuda.max_memory_allocated())
 
 
@@ -105,9 +119,8 @@ class StepGraph:
         if self._recorded is None and self._num_plain < PLAIN_STEPS:
             self._num_plain += 1
             return accumulate(step_input, lap)
-        # A forward without a backward may have left parameters gathered: the graph gathers its own, and after the
-        # optimiser those would be old.
-        free_gathered(self._model)
+        # What an evaluation left gathered would be old after this step, in which FSDP's Python has no part.
+        forget_forwards(self._model)
         if self._recorded is None:
             self._recorded = self._make(accumulate, step_input)
         recording, inputs, gradients = self._recorded

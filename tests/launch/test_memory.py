@@ -237,7 +237,9 @@ def test_an_evaluation_beside_a_graph_takes_what_a_forward_allocates(reshards: s
     recorded = config_of(*options, "train.global_batch_sequences=2", "parallel.cuda_graph=true")
     plain, beside = (predicted(c, backend="portable", is_compiled=False) for c in (config, recorded))
     measured = allocated_bytes(config, own_group, in_evaluation=True)
-    assert beside.total - plain.total == pytest.approx(measured, rel=0.1)
+    libraries = beside.libraries - plain.libraries  # of the stream in which a graph is recorded
+    assert libraries > 0
+    assert beside.total - plain.total - libraries == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("backend", ["cute_sm90", "portable"])

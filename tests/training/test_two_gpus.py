@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.multiprocessing as mp
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 import model.attend
@@ -22,7 +23,7 @@ from tests.training.test_distributed import error, whole
 from training.config import ActivationCheckpointing, DeviceName, OptimConfig, ParallelConfig, Precision, TrainConfig
 from training.optim import build_optimizer, set_learning_rate
 from training.parallel import build_parallel
-from training.step import MicroBatch, StepInput, train_step
+from training.step import MicroBatch, StepInput, StepResult, train_step
 from training.step_graph import PLAIN_STEPS, StepGraph
 
 SEQUENCES, POSITIONS, VOCABULARY, MICRO_BATCHES = 4, 256, 512, 4
@@ -85,34 +86,52 @@ def take_step(rank: int, world_size: int, port: int, folder: Path, case: Case, d
         seed=0,
     )
     optimizer = build_optimizer(decoder, OptimConfig(lr=1e-3))
-    set_learning_rate(optimizer, 0.0)  # so that a second step is the first one again
-    take = partial(
-        train_step,
-        decoder,
-        optimizer,
-        StepInput(micro_batches=[micro_batch(n, world.device) for n in range(rank, MICRO_BATCHES, world_size)]),
-        world=world,
-        config=TrainConfig(
-            num_steps=1,
-            micro_batch_sequences=SEQUENCES,
-            global_batch_sequences=SEQUENCES * MICRO_BATCHES,
-            max_grad_norm=0.5,
-            load_balance_weight=0.01,
-            router_z_weight=0.001,
-        ),
-        routing=case.routing,
-        lap=lambda part: None,
-    )
+    set_learning_rate(optimizer, 0.0)  # its steps would make much of differences in the last bits of small gradients
     graph = StepGraph(decoder)
-    for _ in range(PLAIN_STEPS * case.recorded):
-        take(run=graph)
-    result = take(run=graph if case.recorded else None)
-    assert (graph.peak_bytes > 0) == case.recorded
+
+    def take(number: int, *, recorded: bool) -> StepResult:
+        first = number * MICRO_BATCHES
+        mine = range(first + rank, first + MICRO_BATCHES, world_size)
+        return train_step(
+            decoder,
+            optimizer,
+            StepInput(micro_batches=[micro_batch(n, world.device) for n in mine]),
+            world=world,
+            config=TrainConfig(
+                num_steps=1,
+                micro_batch_sequences=SEQUENCES,
+                global_batch_sequences=SEQUENCES * MICRO_BATCHES,
+                max_grad_norm=0.5,
+                load_balance_weight=0.01,
+                router_z_weight=0.001,
+            ),
+            routing=case.routing,
+            lap=lambda part: None,
+            run=graph if recorded else None,
+        )
+
+    def gradients() -> dict[str, Tensor]:
+        return {name: whole(p.grad) for name, p in decoder.named_parameters()}
+
+    if case.recorded:
+        for number in range(1, PLAIN_STEPS + 2):
+            take(number, recorded=True)
+        with torch.no_grad():
+            for parameter in decoder.parameters():
+                parameter.mul_(1.01)
+        result, found_gradients = take(0, recorded=True), gradients()
+        assert graph.peak_bytes > 0
+        again = take(0, recorded=False)
+        assert torch.equal(torch.stack(again.losses), torch.stack(result.losses))
+        for name, gradient in gradients().items():
+            assert torch.equal(gradient, found_gradients[name]), name
+    else:
+        result, found_gradients = take(0, recorded=False), gradients()
     found = {
         "losses": torch.stack(result.losses).double(),
         "grad_norm": result.grad_norm.double(),
         "rows": result.load.rows_L,
-        "gradients": {name: whole(p.grad) for name, p in decoder.named_parameters()},
+        "gradients": found_gradients,
     }
     if world.is_first:
         torch.save(found, folder / f"{world_size}.pt")
