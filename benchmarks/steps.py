@@ -24,6 +24,7 @@ from training.config import RunConfig
 from training.environment import fix_numerics
 from training.guard import StepGuard
 from training.optim import build_optimizer, learning_rate, set_learning_rate
+from training.parallel import check_peer_copies
 from training.step import MicroBatch, StepInput, StepResult, train_step
 from training.step_graph import StepGraph, check_step_graph
 from training.world import World
@@ -51,6 +52,7 @@ def check_run(config: RunConfig, world: World) -> Kernels:
     """
     check_division(config, world)
     check_step_graph(config, world)
+    check_peer_copies(config.parallel, world)
     return choose_kernels(config, world)
 
 

@@ -14,13 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from training.on_triton import runs_triton
+from training.peer_copies import PeerMemory
 
 
 class GradientExchange:
-    """What the units of one model share: how many processes sum, and in which dtype the gradients come."""
+    """What the units of one model share: how many processes sum, and in which dtype the gradients come.
 
-    def __init__(self, num_processes: int, dtype: torch.dtype) -> None:
+    With ``memory`` the parts are copied out of the other processes' memory, else NCCL or gloo sends them.
+    """
+
+    def __init__(self, num_processes: int, dtype: torch.dtype, memory: PeerMemory | None = None) -> None:
         self.num_processes = num_processes
+        self.memory = memory
         self.dtype = dtype  # of the backward
         self.adds_up = False  # whether gradients of several micro-batches add up before, in the dtype of the sums
 
@@ -43,7 +48,10 @@ class ExchangeAndSum:
             self._num_sent = None
             return torch.empty(num, dtype=dtype, device=device)
         self._num_sent = num
-        return torch.empty(num, dtype=dtype if self._exchange.adds_up else self._exchange.dtype, device=device)
+        dtype = dtype if self._exchange.adds_up else self._exchange.dtype
+        if self._exchange.memory is not None:
+            return self._exchange.memory.allocate(num, dtype, device)
+        return torch.empty(num, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -59,6 +67,9 @@ class ExchangeAndSum:
         """
         if op != dist.ReduceOp.SUM or async_op:
             raise ValueError(f"gradients are summed, and at once; asked for {op}, async_op={async_op}")
+        if self._exchange.memory is not None:
+            sum_rows(self._exchange.memory.collect(input_tensor), output_tensor)
+            return
         parts_RX = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts_RX, input_tensor, group=group)
         sum_rows(parts_RX.view(self._exchange.num_processes, -1), output_tensor)

@@ -6,6 +6,7 @@ one for the embedding, one for the final norm with the head; where embedding and
 The loss is already divided by the valid tokens of all processes, so gradients are summed over them, not averaged.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -25,6 +26,7 @@ from training.compilations import require_compiler
 from training.config import ActivationCheckpointing, ParallelConfig, Precision
 from training.copy_in import gather_in, scatter_in
 from training.exchange import GradientExchange
+from training.peer_copies import PeerGather, PeerMemory
 from training.world import World
 
 _LIBRARY = torch.library.Library("fsdp", "IMPL")
@@ -154,6 +156,30 @@ def check_expert_cut(shards: int, *, num_experts: int, gate_up_width: int, width
         )
 
 
+def check_peer_copies(config: ParallelConfig, world: World) -> None:
+    """Raise ValueError if ``parallel.peer_copies`` is asked of processes whose GPUs are not those of one host."""
+    if not config.peer_copies:
+        return
+    shards, local = num_shards(config, world.size), int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    if world.device.type != "cuda":
+        raise ValueError(
+            f"parallel.peer_copies=true copies between GPUs, and this run computes on the {world.device.type}: set "
+            "parallel.peer_copies=false"
+        )
+    if local % shards != 0:
+        raise ValueError(
+            f"parallel.peer_copies=true copies between the GPUs of one host, which has {local} processes, and {shards} "
+            f"hold a copy of the model between them: set parallel.shard_degree to a divisor of {local}, or "
+            "parallel.peer_copies=false"
+        )
+    for other in range(torch.cuda.device_count()):
+        if other != world.device.index and not torch.cuda.can_device_access_peer(world.device.index, other):
+            raise ValueError(
+                f"parallel.peer_copies=true, but {world.device} cannot read the memory of cuda:{other}: set "
+                "parallel.peer_copies=false"
+            )
+
+
 def build_mesh(world: World, config: ParallelConfig) -> DeviceMesh:
     """Return a mesh of (replicas, shards) processes, or of shards alone where they hold one copy together.
 
@@ -228,12 +254,19 @@ def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: to
         fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
     # A tied embedding serves both ends of the forward, so it stays gathered in the root's unit.
     fully_shard(model, reshard_after_forward=False, **options)
-    exchange = GradientExchange(shards, dtype) if config.exchange_gradients else None
+    group = mesh["shard"].get_group() if config.peer_copies and shards > 1 else None
+    # Two memories: a block of one is free in the order of the stream in which parameters, or gradients, are put there.
+    gather = None if group is None else PeerGather(PeerMemory(group))
+    exchange = None
+    if config.exchange_gradients or group is not None:
+        exchange = GradientExchange(shards, dtype, None if group is None else PeerMemory(group))
     model.gradient_exchange = exchange  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            # Their base classes are not public; FSDP calls them and asks nothing of their type.
+            if gather is not None:
+                module.set_custom_all_gather(gather)  # type: ignore[arg-type]
             if exchange is not None:
-                # Its base class is not public; FSDP calls it and asks nothing of its type.
                 module.set_custom_reduce_scatter(exchange.for_unit())  # type: ignore[arg-type]
             module.set_gradient_divide_factor(1.0)
             # Without it gloo is asked for a scaled sum, which it does not have.

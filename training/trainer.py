@@ -28,6 +28,7 @@ from training.guard import StepGuard
 from training.load import ExpertLoad
 from training.metrics import Stopwatch
 from training.optim import build_optimizer, learning_rate, set_learning_rate
+from training.parallel import check_peer_copies
 from training.profiling import StepProfiler
 from training.run_folder import RunFolder, check_vocabulary, config_values, find_run, open_run, sole_trainer
 from training.sinks import ConsoleSink, JsonlSink, Sink, Sinks, StartError, WandbSink, import_wandb, new_wandb_id
@@ -58,6 +59,7 @@ class Trainer:
         fix_numerics(config.train.num_threads, seed=config.train.seed)
         check_division(config, world)
         check_step_graph(config, world)
+        check_peer_copies(config.parallel, world)
         self.data = open_prepared(config.data)
         check_vocabulary(config, self.data)
         num_evaluation_batches(self.data.held_out.num_rows, config)

@@ -15,12 +15,13 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
 import training.parallel
+import training.peer_copies
 from data.batch import Batch
 from model.config import AttentionConfig, ModelConfig, MoEConfig, RouterKind, RoutingConfig
 from model.decoder import Decoder
 from model.moe import moe_problem
 from moe_kernels import BackendName, RoutingKind, resolve_backend
-from tests.training.processes import free_port, join
+from tests.training.processes import FileBlock, free_port, join
 from training.audit import audit_first_step, check_weights
 from training.config import (
     ActivationCheckpointing,
@@ -57,6 +58,7 @@ class Case:
     prefetch_blocks: int = 0
     sum_every_micro_batch: bool = False
     exchange_gradients: bool = False
+    peer_copies: bool = False
     num_layers: int = 2
     blocks_per_unit: int = 1
     reshard_after_forward: bool = True
@@ -74,7 +76,7 @@ class Case:
         knobs = f"-prefetch{self.prefetch_blocks}" if self.prefetch_blocks else ""
         knobs += f"-unit{self.blocks_per_unit}" if self.blocks_per_unit > 1 else ""
         knobs += "-sum" * self.sum_every_micro_batch + "-gathered_once" * (not self.reshard_after_forward)
-        knobs += "-exchange" * self.exchange_gradients
+        knobs += "-exchange" * self.exchange_gradients + "-peers" * self.peer_copies
         way = f"{self.checkpointing.name}{'-compiled' * self.compiled}-shard{self.shard_degree}"
         return f"{self.problem}-{way}{knobs}"
 
@@ -102,6 +104,11 @@ EXCHANGES = [
     replace(case, exchange_gradients=True)
     for case in (PROBLEMS[-1], replace(PROBLEMS[-1], sum_every_micro_batch=True), UNEVEN, FEW_EXPERTS, TIED)
 ]
+PEERS = [
+    replace(case, peer_copies=True)
+    for case in (PROBLEMS[-1], UNEVEN, FEW_EXPERTS, TIED, replace(DEEPER, blocks_per_unit=2, prefetch_blocks=2))
+]
+PEERS += [replace(PEERS[0], checkpointing=ActivationCheckpointing.full, reshard_after_forward=False)]
 # elementwise is selective that keeps every product.
 MODES = (ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full)
 
@@ -123,6 +130,8 @@ def cases_of(world_size: int) -> list[Case]:
         *SINGLE,
         replace(PROBLEMS[-1], prefetch_blocks=1, sum_every_micro_batch=True),
         *EXCHANGES,
+        *PEERS,
+        *([replace(PEERS[0], shard_degree=2)] if world_size == 4 else []),
         *UNITS,
         *([COMPILED] if world_size == 2 else []),  # every process compiles for itself, which takes it seconds
     ]
@@ -170,6 +179,7 @@ def take_step(case: Case, world: World) -> dict[str, Any]:
             blocks_per_unit=case.blocks_per_unit,
             reshard_after_forward=case.reshard_after_forward,
             exchange_gradients=case.exchange_gradients,
+            peer_copies=case.peer_copies,
         ),
         precision=Precision.fp32,
         seed=0,
@@ -218,6 +228,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def work(rank: int, world_size: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     world = join(rank, world_size, port, DeviceName.cpu)
+    training.peer_copies.SymmetricBlock = partial(FileBlock, folder)
     assert world.any(world.rank == 1)  # one that was asked to stop stops all
     assert not world.any(False)
     # Compiled as for a GPU but for the code in the end, which takes minutes to make on a CPU.
@@ -226,6 +237,8 @@ def work(rank: int, world_size: int, port: int, folder: Path) -> None:
         result = take_step(case, world)
         if world.is_first:
             torch.save(result, folder / f"{case.name}.pt")
+        assert bool(FileBlock.numbers) == case.peer_copies
+        FileBlock.numbers.clear()
     world.leave(0)
 
 

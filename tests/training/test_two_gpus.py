@@ -38,9 +38,10 @@ class Case(NamedTuple):
     checkpointing: ActivationCheckpointing
     compiled: bool = False
     recorded: bool = False
+    peer_copies: bool = False
 
     def __str__(self) -> str:
-        suffix = "-compiled" * self.compiled + "-recorded" * self.recorded
+        suffix = "-compiled" * self.compiled + "-recorded" * self.recorded + "-peers" * self.peer_copies
         return f"{self.routing.name}-{self.checkpointing.name}{suffix}"
 
 
@@ -49,6 +50,8 @@ CASES = [
     Case(RoutingKind.token_rounding, ActivationCheckpointing.selective),
     Case(RoutingKind.token_rounding, ActivationCheckpointing.selective, compiled=True),
     Case(RoutingKind.top_k, ActivationCheckpointing.selective, compiled=True, recorded=True),
+    Case(RoutingKind.top_k, ActivationCheckpointing.selective, peer_copies=True),
+    Case(RoutingKind.top_k, ActivationCheckpointing.selective, compiled=True, recorded=True, peer_copies=True),
 ]
 
 
@@ -81,7 +84,9 @@ def take_step(rank: int, world_size: int, port: int, folder: Path, case: Case, d
     decoder = build_parallel(
         partial(Decoder, config, backend=kernels),
         world,
-        ParallelConfig(activation_checkpointing=case.checkpointing, compile=case.compiled),
+        ParallelConfig(
+            activation_checkpointing=case.checkpointing, compile=case.compiled, peer_copies=case.peer_copies
+        ),
         precision=Precision.bf16,
         seed=0,
     )

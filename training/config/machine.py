@@ -46,6 +46,7 @@ class ParallelConfig:
     prefetch_blocks: int = 0  # blocks gathered ahead of the one at work; 0: as FSDP does by itself, one as time allows
     sum_every_micro_batch: bool = False  # sum gradients over processes after each: no unsharded sums, more traffic
     exchange_gradients: bool = False  # send gradients as computed, sum in fp32 on arrival; for processes of one host
+    peer_copies: bool = False  # GPUs of one host read each other's memory in place of NCCL; gradients are exchanged
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
     recompute_h: bool = False  # of the experts: their up-projection runs again in the backward and h is not kept
     compile: bool | None = None  # torch.compile for every block, whole; null: on CUDA devices
