@@ -33,6 +33,7 @@ class Parts:
     activations: int = 0  # kept from the forward to the backward, or made again for it
     workspace: int = 0  # of the block at work
     head: int = 0  # logits of a chunk of tokens; gradients of the head's weight and input
+    peers: int = 0  # blocks that other GPUs read, kept for good; torch does not count them as allocated
     libraries: int = _CUBLAS_WORKSPACE_BYTES
 
     @property
@@ -94,6 +95,7 @@ class _Step:
             # The final norm is never compiled.
             activations=sizes.mask + _FP32 * sizes.T + sizes.T * sizes.D * (_FP32 + sizes.c),
             # A graph is recorded in a stream of its own, which has its own workspaces.
+            peers=self._peer_blocks(layout, is_accumulating) if config.parallel.peer_copies else 0,
             libraries=(2 if config.parallel.cuda_graph else 1) * _CUBLAS_WORKSPACE_BYTES,
         )
 
@@ -195,6 +197,18 @@ class _Step:
             head=worst.parts.head + extra.head,
         )
         return StepMoment(name=f"evaluation, while the graph keeps what it needs in {worst.name}", parts=parts)
+
+    def _peer_blocks(self, layout: Layout, is_accumulating: bool) -> int:
+        """Return the bytes of the blocks through which parameters come and gradients go: one for each size of a unit.
+
+        For parameters those of units on their way come to it.
+        """
+        if layout.shards == 1:
+            return 0
+        once = layout.embed.whole + layout.head.whole + sum({unit.whole for unit in layout.units})
+        ahead = min(1 + max(1, self._ahead), len(layout.units)) - 1
+        gathered = once + ahead * max(unit.whole for unit in layout.units)
+        return self._s.c * gathered + (_FP32 if is_accumulating else self._s.c) * once
 
     def _logits(self) -> int:
         """Return the bytes of the logits of a chunk of tokens."""

@@ -17,6 +17,7 @@ _LABELS = {
     "activations": "activations",
     "workspace": "workspace of a block",
     "head": "logits and gradients of the head",
+    "peers": "blocks that other GPUs read",
     "libraries": "cuBLAS workspaces",
 }
 

@@ -301,6 +301,17 @@ def test_two_blocks_a_unit_are_gathered_and_wait_to_be_summed_together() -> None
     assert pairs.parameters == alone.parameters
 
 
+def test_blocks_that_others_read_are_those_of_the_units_at_work() -> None:
+    plain, peers = (predicted(config_of(*LARGE, f"parallel.peer_copies={on}"), gpus=2) for on in ("false", "true"))
+    layout = layout_of(config_of(*LARGE), gpus=2)
+    ends = layout.embed.whole + layout.head.whole
+    # Gathered in bf16: one block at work, the next on its way; micro-batches accumulate, so gradients go in fp32.
+    expected = 2 * (ends + 2 * layout.units[0].whole) + 4 * (ends + layout.units[0].whole)
+    assert peers.peers == expected
+    assert peers.total - plain.total == expected
+    assert predicted(config_of(*LARGE, "parallel.peer_copies=true"), gpus=1).peers == 0
+
+
 def test_documents_cost_a_bias_for_every_pair_of_positions_unless_attention_reads_blocks() -> None:
     config = config_of(*LARGE, "data.mask_documents=true")
     bias, blocks, none = (
