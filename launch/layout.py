@@ -22,6 +22,7 @@ class Layout:
     """The parameters of a run on its processes."""
 
     shards: int  # processes that hold one copy between them
+    replicas: int  # copies
     is_sharded: bool  # by FSDP, if only over one process; else these are plain parameters
     embed: Unit
     blocks: tuple[Unit, ...]  # each block alone
@@ -55,6 +56,7 @@ def layout_of(config: RunConfig, *, gpus: int) -> Layout:
     size = config.parallel.blocks_per_unit
     return Layout(
         shards=shards,
+        replicas=gpus // shards,
         is_sharded=gpus > 1 or config.train.precision is not Precision.fp32,
         embed=unit_of["embed"],
         blocks=tuple(blocks),

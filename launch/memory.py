@@ -226,17 +226,16 @@ class _Step:
     def _summing(self, name: str, unit: Unit, *, done: int, parts: Parts) -> StepMoment:
         """Return the worst moment of the sum over processes of a unit's gradients, with the result in it."""
         wide, own = _FP32 * unit.whole, 0 if self._has_unsummed else self._s.c * unit.whole
-        copying_in = wide + own
-        # One process has nobody to sum with: it divides by 1 into another buffer.
-        reducing = 2 * wide if self._layout.shards == 1 else wide
-        result = 0 if copying_in > reducing + _FP32 * unit.shard else _FP32 * unit.shard
+        if self._layout.shards == 1:
+            # What gradients are copied into is their sum. Where there are other copies, it is divided by 1 on the way.
+            result, reducing = wide, max(own, wide if self._layout.replicas > 1 else 0)
+        elif own > _FP32 * unit.shard:
+            result, reducing = 0, wide + own
+        else:
+            result, reducing = _FP32 * unit.shard, wide
         return StepMoment(
             name=f"sum of the {name}'s gradients",
-            parts=replace(
-                parts,
-                gradients=parts.gradients + result,
-                reducing=parts.reducing + (reducing if result else copying_in),
-            ),
+            parts=replace(parts, gradients=parts.gradients + result, reducing=parts.reducing + reducing),
         )
 
     def _units_done(self, done: int) -> list[Unit]:
@@ -296,7 +295,7 @@ class _Step:
 
     def _buffer_before(self, number: int) -> int:
         """Return the bytes in which what comes after unit ``number`` was summed: they stay until the next sum."""
-        if not self._layout.is_sharded:
+        if not self._layout.is_sharded or self._layout.shards == 1:  # there they are the gradients
             return 0
         units = self._layout.units
         unit = units[number + 1] if number + 1 < len(units) else self._layout.head

@@ -34,6 +34,27 @@ class GradientExchange:
         return ExchangeAndSum(self)
 
 
+class SumOfOne:
+    """Stands for the reduce-scatter of one process: the buffer of its gradients is that of their sum, too.
+
+    FSDP copies the first into the second, and torch leaves a tensor that is copied into itself as it is.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None  # until it has been asked for twice
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the buffer, and the same one when it is asked for again."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            buffer = self._buffer = torch.empty(*size, dtype=dtype, device=device)
+        return buffer
+
+    def __call__(self, **_: object) -> None:
+        """Never called: one process sums nothing."""
+        raise ValueError("there is more than one process to sum over")
+
+
 class ExchangeAndSum:
     """Stands for a reduce-scatter: FSDP asks for the buffer of gradients, then for that of the sums, then calls it."""
 

@@ -25,7 +25,7 @@ from model.moe import MoE
 from training.compilations import require_compiler
 from training.config import ActivationCheckpointing, ParallelConfig, Precision
 from training.copy_in import gather_in, scatter_in
-from training.exchange import GradientExchange
+from training.exchange import GradientExchange, SumOfOne
 from training.peer_copies import PeerGather, PeerMemory
 from training.world import World
 
@@ -258,7 +258,7 @@ def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: to
     # Two memories: a block of one is free in the order of the stream in which parameters, or gradients, are put there.
     gather = None if group is None else PeerGather(PeerMemory(group))
     exchange = None
-    if config.exchange_gradients or group is not None:
+    if (config.exchange_gradients and shards > 1) or group is not None:
         exchange = GradientExchange(shards, dtype, None if group is None else PeerMemory(group))
     model.gradient_exchange = exchange  # type: ignore[assignment]
     for module in model.modules():
@@ -268,9 +268,12 @@ def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: to
                 module.set_custom_all_gather(gather)  # type: ignore[arg-type]
             if exchange is not None:
                 module.set_custom_reduce_scatter(exchange.for_unit())  # type: ignore[arg-type]
-            module.set_gradient_divide_factor(1.0)
-            # Without it gloo is asked for a scaled sum, which it does not have.
-            module.set_force_sum_reduction_for_comms(True)
+            elif shards == 1:
+                module.set_custom_reduce_scatter(SumOfOne())  # type: ignore[arg-type]
+            if mesh.size() > 1:  # for one process FSDP would divide by the factor in a tensor of its own
+                module.set_gradient_divide_factor(1.0)
+                # Without it gloo is asked for a scaled sum, which it does not have.
+                module.set_force_sum_reduction_for_comms(True)
     _prefetch([unit[0] for unit in units], ceil(config.prefetch_blocks / size))
 
 

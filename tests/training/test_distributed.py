@@ -133,6 +133,7 @@ def cases_of(world_size: int) -> list[Case]:
         *PEERS,
         *([replace(PEERS[0], shard_degree=2)] if world_size == 4 else []),
         *UNITS,
+        replace(PROBLEMS[-1], shard_degree=1),  # every process holds a whole copy
         *([COMPILED] if world_size == 2 else []),  # every process compiles for itself, which takes it seconds
     ]
 

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.training.processes import free_port, join
 from training.config import DeviceName
-from training.exchange import GradientExchange, sum_rows
-from training.world import World
+from training.exchange import GradientExchange, SumOfOne, sum_rows
+from training.world import World, open_world
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -96,3 +96,35 @@ def test_anything_but_a_sum_is_refused() -> None:
     unit = GradientExchange(1, torch.bfloat16).for_unit()
     with pytest.raises(ValueError, match="gradients are summed"):
         unit(torch.zeros(2), torch.zeros(2), torch.distributed.group.WORLD, torch.distributed.ReduceOp.AVG)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_buffer_of_one_process_becomes_its_gradients(micro_batches: int) -> None:
+    world = open_world(DeviceName.cpu)
+    found = []
+    for comm in (None, SumOfOne()):
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        if comm is not None:
+            layer.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(2):  # the second step meets what the first left
+            layer.zero_grad()
+            for index in range(micro_batches):
+                layer.set_requires_gradient_sync(index == micro_batches - 1)
+                layer(torch.randn(6, 7, generator=generator)).float().square().sum().backward()
+        found.append([parameter.grad.to_local() for parameter in layer.parameters()])
+    world.close()
+    assert all(float(gradient.norm()) > 0 for gradient in found[0])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    with pytest.raises(ValueError, match="more than one process"):
+        SumOfOne()()
+
+
+def test_what_is_summed_and_the_sum_are_one_tensor() -> None:
+    comm, options = SumOfOne(), {"dtype": torch.float32, "device": torch.device("cpu")}
+    first, second = comm.allocate((6,), **options), comm.allocate((6,), **options)
+    assert first is second
+    assert comm.allocate((4,), **options) is not first
