@@ -205,9 +205,10 @@ class _Step:
         """
         if layout.shards == 1:
             return 0
-        once = layout.embed.whole + layout.head.whole + sum({unit.whole for unit in layout.units})
-        ahead = min(1 + max(1, self._ahead), len(layout.units)) - 1
-        gathered = once + ahead * max(unit.whole for unit in layout.units)
+        sizes = [unit.whole for unit in layout.units]
+        once = layout.embed.whole + layout.head.whole + sum(set(sizes))
+        ahead = min(1 + max(1, self._ahead), sizes.count(max(sizes))) - 1
+        gathered = once + ahead * max(sizes)
         return self._s.c * gathered + (_FP32 if is_accumulating else self._s.c) * once
 
     def _logits(self) -> int:

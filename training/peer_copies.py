@@ -17,6 +17,8 @@ import torch.utils.dlpack
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from training.world import TIMEOUT
+
 
 class Block(Protocol):
     """Memory that every process of a group has, as much in each, and that the others can read."""
@@ -40,12 +42,16 @@ class SymmetricBlock:
         # Nothing here is broadcast, and where a machine does not allow it, asking for it does harm.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._num, self._dtype = num, dtype
-        self._own = symmetric.empty(num, dtype=dtype, device=device)
+        torch.cuda.empty_cache()  # the memory is the driver's, and what torch keeps for later is not free for it
         try:
+            self._own = symmetric.empty(num, dtype=dtype, device=device)
+            # Its flags are zeroed in the device's default stream: behind all that is launched there, and maybe behind
+            # another process's first arrival (pytorch #192308).
+            torch.cuda.synchronize(device)
             self._handle = symmetric.rendezvous(self._own, group)
             self._check()
         except RuntimeError as problem:
-            what = f"the GPUs of this host cannot read each other's memory ({problem})"
+            what = f"memory that the other GPUs of this host can read cannot be made ({problem})"
             raise RuntimeError(f"{what}: set parallel.peer_copies=false") from problem
 
     def of(self, rank: int) -> Tensor:
@@ -53,8 +59,11 @@ class SymmetricBlock:
         return self._handle.get_buffer(rank, (self._num,), self._dtype)
 
     def meet(self) -> None:
-        """Have the current stream wait until it has come here in every process."""
-        self._handle.barrier(channel=0)
+        """Have the current stream wait until it has come here in every process.
+
+        One that does not come within world.py's time is named by a kernel that ends all of this process's work.
+        """
+        self._handle.barrier(channel=0, timeout_ms=int(TIMEOUT.total_seconds() * 1000))
 
     def _check(self) -> None:
         ranks = range(self._handle.world_size)
@@ -95,9 +104,8 @@ class PeerMemory:
         return self._lend(own)
 
     def _lend(self, own: Tensor) -> Tensor:
-        lent: Tensor = torch.utils.dlpack.from_dlpack(
-            own
-        )  # the same memory in a storage of its own, whose end says that it is free
+        # The same memory in a storage of its own, whose end says that it is free.
+        lent: Tensor = torch.utils.dlpack.from_dlpack(own)
         self._lent[own.data_ptr()] = StorageWeakRef(lent.untyped_storage())
         return lent
 
