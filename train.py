@@ -59,7 +59,7 @@ def run(values: DictConfig) -> int:
     except (ValueError, KernelUnavailable) as problem:
         return _refuse(problem)
     except OSError as problem:
-        return _refuse(f"the run in {folder_of(config).path} cannot start: {problem}")
+        return _refuse(f"the run in {folder_of(config).path} (run.root, run.name) cannot start: {problem}")
     try:
         exit_code = trainer.fit()
     except StartError as problem:
@@ -67,7 +67,7 @@ def run(values: DictConfig) -> int:
     except FloatingPointError as problem:
         return _refuse(f"{problem}. {trainer.way_around()}")
     except OSError as problem:  # a disk without room, above all
-        return _refuse(f"the run in {trainer.folder.path} stops: {problem}")
+        return _refuse(f"the run in {trainer.folder.path} (run.root, run.name) stops: {problem}")
     world.leave(exit_code)
 
 

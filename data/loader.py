@@ -164,6 +164,8 @@ def _how_to_mend(folder: Path) -> str:
         return f"To mend it, run: {prepare_command(folder, None)}"
     if folder.is_dir() and {path.name for path in folder.iterdir()} <= {MANIFEST_NAME, TOKENIZER_FOLDER, *SPLITS}:
         return f"To mend it, remove {folder}, then run: {prepare_command(folder, None)}"
+    if not folder.is_dir():
+        return "Name a folder that data.prepare wrote"
     inside = sorted(path.parent.as_posix() for path in folder.glob(f"*/{MANIFEST_NAME}"))
     return (
         f"What it holds is something else: name a folder that data.prepare wrote, such as {', '.join(inside)}"

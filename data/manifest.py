@@ -123,7 +123,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     if not path.is_file():
-        what = f"has no {MANIFEST_NAME}" if folder.is_dir() else "doesn't exist"
+        what = f"has no {MANIFEST_NAME}" if folder.is_dir() else "is no folder" if folder.exists() else "doesn't exist"
         raise DataError(f"{folder} {what}, so it holds no finished preparation")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

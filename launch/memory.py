@@ -65,7 +65,9 @@ def step_moments(config: RunConfig, sizes: Sizes, layout: Layout, *, num_micro_b
     """
     step = _Step(config, sizes, layout, num_micro_batches)
     moments = [*step.forward(), *step.head(), *step.backward(), *step.end()]
-    return [*moments, step.evaluation_beside(peak(moments))] if config.parallel.cuda_graph else moments
+    # With profile=true nothing is recorded as a graph.
+    is_recorded = config.parallel.cuda_graph and not config.profile
+    return [*moments, step.evaluation_beside(peak(moments))] if is_recorded else moments
 
 
 def peak(moments: list[StepMoment]) -> StepMoment:

@@ -56,7 +56,7 @@ class Plan:
     sizes: Sizes
     moments: list[StepMoment]
     alternatives: list[Alternative]
-    peak_if_summed: int | None  # with parallel.sum_every_micro_batch, where gradients wait to be summed
+    peak_if_summed: int | None  # with parallel.sum_every_micro_batch, where gradients wait to be summed and it is less
     imbalances: list[Imbalance]
     gpu_bytes: int
     context_bytes: int  # assumed
@@ -136,7 +136,8 @@ def make_plan(
     peak_if_summed = None
     if any(moment.parts.unsummed for moment in moments):
         summed = replace(config, parallel=replace(config.parallel, sum_every_micro_batch=True))
-        peak_if_summed = peak(moments_of(sizes, summed)).parts.total
+        if_summed = peak(moments_of(sizes, summed)).parts.total
+        peak_if_summed = if_summed if if_summed < peak(moments).parts.total else None
     alternatives = []
     for checkpointing, recompute_h in product(ActivationCheckpointing, (False, True)):
         other = replace(sizes, checkpointing=checkpointing, recompute_h=recompute_h)

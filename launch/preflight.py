@@ -201,7 +201,11 @@ def main(arguments: list[str] | None = None) -> int:
         tokens=options.tokens,
         tokens_per_s_per_gpu=throughput,
     )
-    notes = [*config.warnings(), *([f"backend {backend.name}, refused {refusal}"] if refusal else [])]
+    notes = config.warnings()
+    if config.parallel.peer_copies and num_shards(config.parallel, options.gpus) > 1:
+        notes.append("parallel.peer_copies: the GPUs that hold a copy between them have to be on one host")
+    if refusal:
+        notes.append(f"backend {backend.name}, refused {refusal}")
     print(json.dumps(as_json(plan, notes), indent=2) if options.json else as_text(plan, notes))
     return EXIT_FITS if plan.fits else EXIT_TOO_LARGE
 

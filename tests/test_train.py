@@ -101,7 +101,8 @@ def test_a_full_disk_is_told_with_the_runs_folder(
             torch.distributed.destroy_process_group()
             monkeypatch.undo()
         folder = Path(config.run.root) / config.run.name
-        assert capfd.readouterr().err == f"error: the run in {folder} {verb}: [Errno 28] No space left on device\n"
+        place_of_run = f"the run in {folder} (run.root, run.name)"
+        assert capfd.readouterr().err == f"error: {place_of_run} {verb}: [Errno 28] No space left on device\n"
 
 
 def test_cfg_job_prints_the_configuration_and_writes_nothing(tmp_path: Path) -> None:

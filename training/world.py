@@ -59,20 +59,22 @@ class World:
     def first(self, make: Callable[[], T]) -> T:
         """Return what ``make`` returned in the first process, where alone it runs.
 
-        Raises: ValueError in every process if it did in the first.
+        Raises: ValueError or OSError in every process if it did in the first.
         """
         if self.size == 1:
             return make()
-        answer: list[tuple[T | None, str | None]] = [(None, None)]
+        answer: list[tuple[T | None, Exception | None]] = [(None, None)]
         if self.is_first:
             try:
                 answer = [(make(), None)]
-            except ValueError as problem:
-                answer = [(None, str(problem))]
+            except ValueError as problem:  # their subclasses need not survive the way
+                answer = [(None, ValueError(str(problem)))]
+            except OSError as problem:
+                answer = [(None, OSError(str(problem)))]
         dist.broadcast_object_list(answer, device=self.device)
         value, error = answer[0]
         if error is not None:
-            raise ValueError(error)
+            raise error
         return value  # type: ignore[return-value]
 
     def require_same(self, **values: str) -> None:

@@ -167,7 +167,7 @@ def test_a_folder_of_other_things_is_not_advised_away(tmp_path, small_copy):
     assert "remove" not in str(error.value)
     with pytest.raises(ValueError, match=r"name a folder that data\.prepare wrote$"):
         open_prepared(DataConfig(root=str(small_copy / "tokenizer")))
-    with pytest.raises(ValueError, match=r"name a folder that data\.prepare wrote$"):
+    with pytest.raises(ValueError, match=r"notes\.txt is no folder, .*Name a folder that data\.prepare wrote$"):
         open_prepared(DataConfig(root=str(tmp_path / "notes.txt")))
 
 

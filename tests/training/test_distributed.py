@@ -226,12 +226,20 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def fail(problem: Exception) -> None:
+    raise problem
+
+
 def work(rank: int, world_size: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     world = join(rank, world_size, port, DeviceName.cpu)
     training.peer_copies.SymmetricBlock = partial(FileBlock, folder)
     assert world.any(world.rank == 1)  # one that was asked to stop stops all
     assert not world.any(False)
+    assert world.first(lambda: "made") == "made"
+    for problem in (OSError("the disk is full"), ValueError("run.name")):  # in the first alone, and all hear of it
+        with pytest.raises(type(problem), match=str(problem)):
+            world.first(partial(fail, problem))
     # Compiled as for a GPU but for the code in the end, which takes minutes to make on a CPU.
     training.parallel.compile_blocks = partial(training.parallel.compile_blocks, backend="aot_eager")
     for case in cases_of(world_size):

@@ -269,7 +269,9 @@ def test_processes_that_differ_are_refused(own_group: World, monkeypatch: pytest
 def test_an_error_of_the_first_process_reaches_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(rank=1, size=2, device=torch.device("cpu"))
     monkeypatch.setattr(
-        dist, "broadcast_object_list", lambda answer, device: answer.__setitem__(0, (None, "run.name=x exists"))
+        dist,
+        "broadcast_object_list",
+        lambda answer, device: answer.__setitem__(0, (None, ValueError("run.name=x exists"))),
     )
     with pytest.raises(ValueError, match=r"run\.name=x exists"):
         world.first(lambda: pytest.fail("only the first process does this"))
