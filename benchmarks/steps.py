@@ -19,14 +19,13 @@ from data.prefetch import prefetch
 from launch import preflight
 from model.decoder import Decoder
 from moe_kernels import KernelUnavailable
-from training.build import Kernels, build_model, check_division, choose_kernels
+from training.build import Kernels, build_model, check_world, choose_kernels
 from training.config import RunConfig
 from training.environment import fix_numerics
 from training.guard import StepGuard
 from training.optim import build_optimizer, learning_rate, set_learning_rate
-from training.parallel import check_peer_copies
 from training.step import MicroBatch, StepInput, StepResult, train_step
-from training.step_graph import StepGraph, check_step_graph
+from training.step_graph import StepGraph, peak_bytes
 from training.world import World
 
 
@@ -50,9 +49,7 @@ def check_run(config: RunConfig, world: World) -> Kernels:
 
     Raises: ValueError or KernelUnavailable, as a run does, if they cannot be taken there.
     """
-    check_division(config, world)
-    check_step_graph(config, world)
-    check_peer_copies(config.parallel, world)
+    check_world(config, world)
     return choose_kernels(config, world)
 
 
@@ -94,7 +91,7 @@ class Steps:
         self.backend = kernels.backend
         self.model = build_model(config, kernels, world, initialise=draw_on_device if draws_on_device else None)
         self.optimizer = build_optimizer(self.model, config.optim)
-        self._graph = StepGraph(self.model) if config.parallel.cuda_graph and records else None
+        self._graph = StepGraph(self.model) if config.records_steps and records else None
         self._micro_batches = self._deal()
         self._guard = StepGuard()
         self._previous_count_LE = None
@@ -108,10 +105,7 @@ class Steps:
     @property
     def peak_bytes(self) -> int | None:
         """The most device memory allocated since its count was reset; None on a CPU."""
-        if self.world.device.type != "cuda":
-            return None
-        graph_bytes = 0 if self._graph is None else self._graph.peak_bytes
-        return max(torch.cuda.max_memory_allocated(self.world.device), graph_bytes)
+        return peak_bytes(self.world.device, self._graph) if self.world.device.type == "cuda" else None
 
     def _deal(self) -> Iterator[MicroBatch]:
         size = self.config.train.micro_batch_sequences

@@ -162,10 +162,10 @@ def _how_to_mend(folder: Path) -> str:
     # Only what data.prepare wrote may be advised away: the folder that was named by mistake may hold runs.
     if not folder.exists():
         return f"To mend it, run: {prepare_command(folder, None)}"
-    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {MANIFEST_NAME, TOKENIZER_FOLDER, *SPLITS}:
-        return f"To mend it, remove {folder}, then run: {prepare_command(folder, None)}"
     if not folder.is_dir():
         return "Name a folder that data.prepare wrote"
+    if {path.name for path in folder.iterdir()} <= {MANIFEST_NAME, TOKENIZER_FOLDER, *SPLITS}:
+        return f"To mend it, remove {folder}, then run: {prepare_command(folder, None)}"
     inside = sorted(path.parent.as_posix() for path in folder.glob(f"*/{MANIFEST_NAME}"))
     return (
         f"What it holds is something else: name a folder that data.prepare wrote, such as {', '.join(inside)}"

@@ -65,9 +65,7 @@ def step_moments(config: RunConfig, sizes: Sizes, layout: Layout, *, num_micro_b
     """
     step = _Step(config, sizes, layout, num_micro_batches)
     moments = [*step.forward(), *step.head(), *step.backward(), *step.end()]
-    # With profile=true nothing is recorded as a graph.
-    is_recorded = config.parallel.cuda_graph and not config.profile
-    return [*moments, step.evaluation_beside(peak(moments))] if is_recorded else moments
+    return [*moments, step.evaluation_beside(peak(moments))] if config.records_steps else moments
 
 
 def peak(moments: list[StepMoment]) -> StepMoment:
@@ -96,9 +94,9 @@ class _Step:
             moments=moments_bytes(layout.shard, config.optim.states),
             # The final norm is never compiled.
             activations=sizes.mask + _FP32 * sizes.T + sizes.T * sizes.D * (_FP32 + sizes.c),
+            peers=self._peer_blocks(is_accumulating) if config.parallel.peer_copies else 0,
             # A graph is recorded in a stream of its own, which has its own workspaces.
-            peers=self._peer_blocks(layout, is_accumulating) if config.parallel.peer_copies else 0,
-            libraries=(2 if config.parallel.cuda_graph else 1) * _CUBLAS_WORKSPACE_BYTES,
+            libraries=(2 if config.records_steps else 1) * _CUBLAS_WORKSPACE_BYTES,
         )
 
     def forward(self) -> Iterator[StepMoment]:
@@ -117,7 +115,7 @@ class _Step:
     def head(self) -> Iterator[StepMoment]:
         """Yield the moments of the loss, whose gradients are computed in its forward, and of its backward."""
         s = self._s
-        V, unit = s.model.vocab_size, self._layout.embed if self._layout.is_tied else self._layout.head
+        V = s.model.vocab_size
         logits, num_chunks = self._logits(), ceil(s.T / CHUNK_TOKENS)
         weight, wide_weight = s.c * V * s.D, _FP32 * V * s.D
         # The head's gradient, and a later chunk's share of it.
@@ -128,14 +126,14 @@ class _Step:
             unsummed=self._unsummed(done=0),
             activations=self._base.activations + self._kept[-1],
         )
-        num_units = len(self._layout.units)
-        gathered = self._gathered(unit, with_buffer=not self._layout.is_tied) + self._gathered_units(num_units)
         kept = s.stream + wide_weight
-        yield StepMoment(name="loss", parts=replace(base, gathered=gathered, head=2 * s.stream + in_chunk))
-        backward = replace(base, gathered=self._gathered_in_backward(num_units))
+        yield StepMoment(
+            name="loss", parts=replace(base, gathered=self._gathered_at_head(), head=2 * s.stream + in_chunk)
+        )
+        backward = replace(base, gathered=self._gathered_in_backward(len(self._layout.units)))
         yield StepMoment(name="backward of the loss", parts=replace(backward, head=kept + s.stream + weight))
         if self._layout.is_sharded and not self._layout.is_tied:
-            yield self._summing("head", unit, done=0, parts=replace(backward, head=2 * s.stream))
+            yield self._summing("head", self._layout.head, done=0, parts=replace(backward, head=2 * s.stream))
 
     def backward(self) -> Iterator[StepMoment]:
         """Yield the moments of the blocks' backward, the last block first."""
@@ -182,14 +180,12 @@ class _Step:
 
     def evaluation_beside(self, worst: StepMoment) -> StepMoment:
         """Return an evaluation's worst moment where the step is a graph, which keeps what ``worst`` needs meanwhile."""
-        num_units, s = len(self._layout.units), self._s
-        unit = self._layout.embed if self._layout.is_tied else self._layout.head
+        s = self._s
         moments = [
             Parts(gathered=self._gathered_in_forward(layer), workspace=evaluation_bytes(s, layer))
             for layer in range(len(self._blocks))
         ]
-        at_head = self._gathered(unit, with_buffer=not self._layout.is_tied) + self._gathered_units(num_units)
-        moments.append(Parts(gathered=at_head, head=2 * s.stream + self._logits()))
+        moments.append(Parts(gathered=self._gathered_at_head(), head=2 * s.stream + self._logits()))
         extra = max(moments, key=lambda parts: parts.total)
         parts = replace(
             worst.parts,
@@ -200,11 +196,12 @@ class _Step:
         )
         return StepMoment(name=f"evaluation, while the graph keeps what it needs in {worst.name}", parts=parts)
 
-    def _peer_blocks(self, layout: Layout, is_accumulating: bool) -> int:
+    def _peer_blocks(self, is_accumulating: bool) -> int:
         """Return the bytes of the blocks through which parameters come and gradients go: one for each size of a unit.
 
         For parameters those of units on their way come to it.
         """
+        layout = self._layout
         if layout.shards == 1:
             return 0
         sizes = [unit.whole for unit in layout.units]
@@ -274,6 +271,12 @@ class _Step:
             return 0
         embed = 0 if self._layout.is_tied else self._gathered(self._layout.embed, with_buffer=False)
         return embed + sum(self._gathered(unit, with_buffer=False) for unit in self._layout.units[:end])
+
+    def _gathered_at_head(self) -> int:
+        """Return the bytes gathered for the loss, which needs the head, or a tied embedding, which came first."""
+        unit = self._layout.embed if self._layout.is_tied else self._layout.head
+        here = self._gathered(unit, with_buffer=not self._layout.is_tied)
+        return here + self._gathered_units(len(self._layout.units))
 
     def _gathered_in_forward(self, layer: int) -> int:
         units, number = self._layout.units, layer // self._per_unit

@@ -133,11 +133,12 @@ def make_plan(
         return step_moments(config, sizes, layout, num_micro_batches=num_micro_batches)
 
     moments = moments_of(sizes)
+    peak_bytes = peak(moments).parts.total
     peak_if_summed = None
     if any(moment.parts.unsummed for moment in moments):
         summed = replace(config, parallel=replace(config.parallel, sum_every_micro_batch=True))
         if_summed = peak(moments_of(sizes, summed)).parts.total
-        peak_if_summed = if_summed if if_summed < peak(moments).parts.total else None
+        peak_if_summed = if_summed if if_summed < peak_bytes else None
     alternatives = []
     for checkpointing, recompute_h in product(ActivationCheckpointing, (False, True)):
         other = replace(sizes, checkpointing=checkpointing, recompute_h=recompute_h)
@@ -161,7 +162,7 @@ def make_plan(
         moments=moments,
         alternatives=alternatives,
         peak_if_summed=peak_if_summed,
-        imbalances=_imbalances(sizes, peak(moments).parts.total),
+        imbalances=_imbalances(sizes, peak_bytes),
         gpu_bytes=gpu_bytes,
         context_bytes=context_bytes,
         fragmentation=fragmentation,

@@ -118,12 +118,7 @@ def _(
     h_R2N: Tensor,
     score_R: Tensor,
     token_R: Tensor,
-    expert_R: Tensor,
-    expert_offsets_E1: Tensor,
-    token_offsets_T1: Tensor,
-    row_by_token_R: Tensor,
-    keeps_h: bool,
-    backend: str,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     R, N = token_R.shape[0], w_down.shape[2]
     return x_TD.new_empty(R, 2 * N), x_TD.new_empty(R, N), score_R.new_empty(x_TD.shape[0], w_down.shape[0])
@@ -147,14 +142,7 @@ def moe_experts_bwd_down(
 
 @moe_experts_bwd_down.register_fake
 def _(
-    dout_TD: Tensor,
-    scaled_a_RN: Tensor,
-    token_R: Tensor,
-    expert_R: Tensor,
-    expert_offsets_E1: Tensor,
-    token_offsets_T1: Tensor,
-    row_by_token_R: Tensor,
-    backend: str,
+    dout_TD: Tensor, scaled_a_RN: Tensor, token_R: Tensor, expert_R: Tensor, expert_offsets_E1: Tensor, *_: Any
 ) -> Tensor:
     return dout_TD.new_empty(expert_offsets_E1.shape[0] - 1, dout_TD.shape[1], scaled_a_RN.shape[1])
 

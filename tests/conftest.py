@@ -3,7 +3,7 @@
 import gzip
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy
@@ -14,7 +14,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from data.prepare import main as prepare
-from training.config import RunConfig, register_schemas
+from training.config import DeviceName, RunConfig, register_schemas
+from training.world import World, open_world
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # triton's kernels are interpreted if this stands before they are defined
@@ -51,6 +52,14 @@ def triton_device() -> torch.device:
     if (int(major), int(minor)) >= (2, 4):
         pytest.skip("triton 3.6's interpreter reads loop bounds in a way that numpy 2.4 refuses")
     return torch.device("cpu")
+
+
+@pytest.fixture
+def sharded_world() -> Iterator[World]:
+    """This process alone in a group of its own: what is sharded is sharded over it."""
+    world = open_world(DeviceName.auto)
+    yield world
+    world.close()
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,8 @@ from model.decoder import Decoder
 from model.moe import moe_problem
 from moe_kernels import Backend, RoutingKind, resolve_backend
 from training.config import RunConfig
-from training.parallel import DTYPES, build_parallel
+from training.parallel import DTYPES, build_parallel, check_peer_copies
+from training.step_graph import check_step_graph
 from training.world import World
 
 
@@ -56,6 +57,13 @@ def build_model(
         seed=config.train.seed,
         initialise=initialise,
     )
+
+
+def check_world(config: RunConfig, world: World) -> None:
+    """Raise ValueError if the processes of ``world`` on their devices cannot take the run's steps as it asks."""
+    check_division(config, world)
+    check_step_graph(config, world)
+    check_peer_copies(config.parallel, world)
 
 
 def check_division(config: RunConfig, world: World) -> None:

@@ -89,11 +89,11 @@ class ExchangeAndSum:
         if op != dist.ReduceOp.SUM or async_op:
             raise ValueError(f"gradients are summed, and at once; asked for {op}, async_op={async_op}")
         if self._exchange.memory is not None:
-            sum_rows(self._exchange.memory.collect(input_tensor), output_tensor)
-            return
-        parts_RX = torch.empty_like(input_tensor)
-        dist.all_to_all_single(parts_RX, input_tensor, group=group)
-        sum_rows(parts_RX.view(self._exchange.num_processes, -1), output_tensor)
+            parts = self._exchange.memory.collect(input_tensor)
+        else:
+            parts = torch.empty_like(input_tensor)
+            dist.all_to_all_single(parts, input_tensor, group=group)
+        sum_rows(parts.view(self._exchange.num_processes, -1), output_tensor)
 
 
 def sum_rows(rows_RX: Tensor, out_X: Tensor) -> None:

@@ -254,12 +254,13 @@ def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: to
         fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
     # A tied embedding serves both ends of the forward, so it stays gathered in the root's unit.
     fully_shard(model, reshard_after_forward=False, **options)
-    group = mesh["shard"].get_group() if config.peer_copies and shards > 1 else None
-    # Two memories: a block of one is free in the order of the stream in which parameters, or gradients, are put there.
-    gather = None if group is None else PeerGather(PeerMemory(group))
-    exchange = None
-    if (config.exchange_gradients and shards > 1) or group is not None:
-        exchange = GradientExchange(shards, dtype, None if group is None else PeerMemory(group))
+    gather = memory = exchange = None
+    if config.peer_copies and shards > 1:
+        group = mesh["shard"].get_group()
+        # Two memories: a block of one is free in the order of the stream in which parameters, or gradients, come there.
+        gather, memory = PeerGather(PeerMemory(group)), PeerMemory(group)
+    if (config.exchange_gradients or config.peer_copies) and shards > 1:
+        exchange = GradientExchange(shards, dtype, memory)
     model.gradient_exchange = exchange  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, FSDPModule):

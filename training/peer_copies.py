@@ -85,8 +85,8 @@ class PeerMemory:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._blocks: dict[tuple[int, torch.dtype], list[Block]] = {}
-        self._lent: dict[int, StorageWeakRef] = {}  # by address
-        self._by_address: dict[int, Block] = {}
+        # By address, every block and what it was lent as last.
+        self._lent: dict[int, tuple[Block, StorageWeakRef]] = {}
 
     def allocate(self, num: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return ``num`` values that the others can read, with any contents.
@@ -95,23 +95,22 @@ class PeerMemory:
         """
         rank, blocks = self._group.rank(), self._blocks.setdefault((num, dtype), [])
         for block in blocks:
-            own = block.of(rank)
-            if self._lent[own.data_ptr()].expired():
-                return self._lend(own)
+            _, last = self._lent[block.of(rank).data_ptr()]
+            if last.expired():
+                return self._lend(block)
         blocks.append(SymmetricBlock(num, dtype, device, self._group))
-        own = blocks[-1].of(rank)
-        self._by_address[own.data_ptr()] = blocks[-1]
-        return self._lend(own)
+        return self._lend(blocks[-1])
 
-    def _lend(self, own: Tensor) -> Tensor:
+    def _lend(self, block: Block) -> Tensor:
+        own = block.of(self._group.rank())
         # The same memory in a storage of its own, whose end says that it is free.
         lent: Tensor = torch.utils.dlpack.from_dlpack(own)
-        self._lent[own.data_ptr()] = StorageWeakRef(lent.untyped_storage())
+        self._lent[own.data_ptr()] = block, StorageWeakRef(lent.untyped_storage())
         return lent
 
     def gather(self, tensor: Tensor) -> None:
         """Fill ``tensor``, from ``allocate``, whose part of this process is there already, with the others' parts."""
-        block, parts_RX = self._by_address[tensor.data_ptr()], tensor.view(self._group.size(), -1)
+        (block, _), parts_RX = self._lent[tensor.data_ptr()], tensor.view(self._group.size(), -1)
         block.meet()
         for rank in self._others():
             parts_RX[rank].copy_(block.of(rank).view_as(parts_RX)[rank])
@@ -122,7 +121,7 @@ class PeerMemory:
 
         ``tensor`` is from ``allocate`` and holds a part for each process, in their order.
         """
-        block, own = self._by_address[tensor.data_ptr()], self._group.rank()
+        (block, _), own = self._lent[tensor.data_ptr()], self._group.rank()
         mine_RX = tensor.view(self._group.size(), -1)
         parts_RX = torch.empty_like(mine_RX)
         parts_RX[own].copy_(mine_RX[own])

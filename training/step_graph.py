@@ -6,7 +6,7 @@ Source of the idea: Megatron-LM's full-iteration graph (NVIDIA/Megatron-LM, mega
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -147,6 +147,11 @@ class StepGraph:
         self._kind, self._num_plain = None, 0
 
 
+def peak_bytes(device: torch.device, graph: StepGraph | None) -> int:
+    """Return the most memory allocated on the CUDA ``device`` since its count was reset, while ``graph`` ran too."""
+    return max(torch.cuda.max_memory_allocated(device), 0 if graph is None else graph.peak_bytes)
+
+
 def _tensors(step_input: StepInput) -> list[Tensor]:
     tensors = [tensor for micro in step_input.micro_batches for tensor in (*micro.batch, micro.first_sample)]
     return tensors if step_input.previous_count_LE is None else [*tensors, step_input.previous_count_LE]
@@ -154,19 +159,17 @@ def _tensors(step_input: StepInput) -> list[Tensor]:
 
 def _kind(step_input: StepInput) -> Any:
     """Return what two steps have to agree in to share a graph."""
-    shapes = [(tensor.shape, tensor.dtype) for tensor in _tensors(step_input)]
-    return len(step_input.micro_batches), step_input.previous_count_LE is None, step_input.mask_documents, shapes
+    return step_input.mask_documents, [(tensor.shape, tensor.dtype) for tensor in _tensors(step_input)]
 
 
 def _copy(step_input: StepInput) -> StepInput:
     """Return inputs of the same shapes in memory of their own."""
-
-    def cloned(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.clone(tensor) for tensor in tensors]
-
     previous = step_input.previous_count_LE
     return StepInput(
-        micro_batches=[MicroBatch(Batch(*cloned(m.batch)), m.first_sample.clone()) for m in step_input.micro_batches],
+        micro_batches=[
+            MicroBatch(Batch(*(tensor.clone() for tensor in micro.batch)), micro.first_sample.clone())
+            for micro in step_input.micro_batches
+        ],
         previous_count_LE=None if previous is None else previous.clone(),
         mask_documents=step_input.mask_documents,
     )

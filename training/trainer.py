@@ -18,7 +18,7 @@ from data.loader import open_prepared
 from data.prefetch import prefetch
 from training.audit import audit_first_step, check_weights, code_fingerprint
 from training.breakdown import DATA
-from training.build import build_model, check_division, choose_kernels
+from training.build import build_model, check_world, choose_kernels
 from training.clock import clock_of
 from training.compilations import count_compilations
 from training.config import RunConfig, WandbMode
@@ -28,12 +28,11 @@ from training.guard import StepGuard
 from training.load import ExpertLoad
 from training.metrics import Stopwatch
 from training.optim import build_optimizer, learning_rate, set_learning_rate
-from training.parallel import check_peer_copies
 from training.profiling import StepProfiler
 from training.run_folder import RunFolder, check_vocabulary, config_values, find_run, open_run, sole_trainer
 from training.sinks import ConsoleSink, JsonlSink, Sink, Sinks, StartError, WandbSink, import_wandb, new_wandb_id
 from training.step import MicroBatch, StepInput, StepResult, train_step
-from training.step_graph import StepGraph, check_step_graph
+from training.step_graph import StepGraph, peak_bytes
 from training.world import World
 
 log = logging.getLogger(__name__)
@@ -57,9 +56,7 @@ class Trainer:
         for warning in config.warnings():
             log.warning(warning)
         fix_numerics(config.train.num_threads, seed=config.train.seed)
-        check_division(config, world)
-        check_step_graph(config, world)
-        check_peer_copies(config.parallel, world)
+        check_world(config, world)
         self.data = open_prepared(config.data)
         check_vocabulary(config, self.data)
         num_evaluation_batches(self.data.held_out.num_rows, config)
@@ -78,7 +75,7 @@ class Trainer:
         self.folder: RunFolder = world.first(lambda: find_run(config, self.data))
         self.model = build_model(config, kernels, world)
         self.optimizer = build_optimizer(self.model, config.optim)
-        self._graph = StepGraph(self.model) if config.parallel.cuda_graph and not config.profile else None
+        self._graph = StepGraph(self.model) if config.records_steps else None
         if config.parallel.cuda_graph and config.profile:
             log.info("profile=true: steps are not recorded as a graph, which would have no operators to name")
         self.state = self._resume()
@@ -281,8 +278,7 @@ class Trainer:
         metrics |= count_compilations(self.backend)
         device = self.world.device
         if device.type == "cuda":
-            graph_bytes = 0 if self._graph is None else self._graph.peak_bytes
-            metrics["memory/peak_gib"] = max(torch.cuda.max_memory_allocated(device), graph_bytes) / 2**30
+            metrics["memory/peak_gib"] = peak_bytes(device, self._graph) / 2**30
             torch.cuda.reset_peak_memory_stats(device)
         return metrics
 

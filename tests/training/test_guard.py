@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from checkpoint.store import latest_checkpoint
-from data.batch import Batch
 from tests.training.test_step import SIGMOID, batches, build, step
 from training.config import DeviceName, OptimConfig, Precision, RunConfig
 from training.guard import StepGuard
@@ -148,6 +147,11 @@ def test_a_batch_without_labels_is_refused() -> None:
         guard.settle()
 
 
+def without_labels(micro: MicroBatch) -> MicroBatch:
+    labels_BS = torch.full_like(micro.batch.labels_BS, -100)
+    return MicroBatch(micro.batch._replace(labels_BS=labels_BS), micro.first_sample)
+
+
 @pytest.mark.parametrize("precision", Precision)
 def test_a_run_stops_at_a_gradient_that_is_not_finite_and_saves_nothing_after_it(
     small_run: Callable[..., RunConfig], precision: Precision, world: World
@@ -155,10 +159,6 @@ def test_a_run_stops_at_a_gradient_that_is_not_finite_and_saves_nothing_after_it
     config = small_run(f"train.precision={precision.name}", "checkpoint.every_steps=1", "logging.every_steps=100")
     trainer = Trainer(config, world)
     deal = trainer._micro_batches
-
-    def without_labels(micro: MicroBatch) -> MicroBatch:
-        labels_BS = torch.full_like(micro.batch.labels_BS, -100)
-        return MicroBatch(Batch(micro.batch.input_ids_BS, labels_BS, micro.batch.document_BS), micro.first_sample)
 
     def spoiled() -> Any:
         for number, micro in enumerate(deal):

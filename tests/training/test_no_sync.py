@@ -1,6 +1,6 @@
 """Between log lines the host asks the device for nothing, and once a run is warm nothing is compiled."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -9,9 +9,9 @@ import torch
 import training.parallel
 from tests.training.op_counter import OpCounter
 from tests.training.test_trainer import logged
-from training.config import DeviceName, RunConfig
+from training.config import RunConfig
 from training.trainer import EXIT_DONE, Trainer
-from training.world import World, open_world
+from training.world import World
 
 # Operators that give the host a number of the device's, or a size that depends on one.
 SYNCING = {
@@ -28,13 +28,6 @@ class SyncCounter(OpCounter):
 
 
 QUIET = ("logging.every_steps=100", "evaluation.every_steps=0", "checkpoint.every_steps=0", "train.num_steps=100")
-
-
-@pytest.fixture
-def sharded_world() -> Iterator[World]:
-    world = open_world(DeviceName.auto)
-    yield world
-    world.close()
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ from torch.utils._pytree import tree_leaves
 import model.attend
 import training.parallel
 from tests.training.test_distributed import whole
+from tests.training.test_guard import without_labels
 from tests.training.test_trainer import logged
-from training.config import DeviceName, RunConfig
+from training.config import RunConfig
 from training.step import Accumulated, MicroBatch
 from training.step_graph import Recording, StepGraph, check_step_graph, record_on_device
 from training.trainer import EXIT_DONE, Trainer
-from training.world import World, open_world
+from training.world import World
 
 # An evaluation comes between the plain steps and the first recorded one, and later ones between recorded steps.
 LINES = ("logging.every_steps=1", "evaluation.every_steps=3", "checkpoint.every_steps=0", "train.num_steps=9")
@@ -73,13 +74,6 @@ def _tensors(found: Accumulated) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = open_world(DeviceName.auto)
-    yield world
-    world.close()
-
-
 def train(config: RunConfig, world: World, graph_of: Callable[[Trainer], StepGraph | None]) -> dict[str, Any]:
     """Return what a whole run logs, its times and memory apart, and its last parameters."""
     trainer = Trainer(config, world)
@@ -114,12 +108,12 @@ def stand_in(graphs: list[Replayed], trainer: Trainer) -> StepGraph:
 
 @pytest.mark.parametrize("overrides", OVERRIDES.values(), ids=OVERRIDES)
 def test_a_run_of_recorded_steps_is_the_run(
-    small_run: Callable[..., RunConfig], overrides: tuple[str, ...], world: World
+    small_run: Callable[..., RunConfig], overrides: tuple[str, ...], sharded_world: World
 ) -> None:
     graphs: list[Replayed] = []
     options = ("run.device=cpu", "kernels=portable", *LINES, *overrides)
-    plain = train(small_run("run.name=plain", *options), world, lambda trainer: None)
-    recorded = train(small_run("run.name=recorded", *options), world, partial(stand_in, graphs))
+    plain = train(small_run("run.name=plain", *options), sharded_world, lambda trainer: None)
+    recorded = train(small_run("run.name=recorded", *options), sharded_world, partial(stand_in, graphs))
     assert_equal(recorded, plain)
     # The first of nine steps is of another kind, because it has no counts of a step before; so is one of a ramp.
     assert [graph.num_replays for graph in graphs] == ([2, 2] if overrides is OVERRIDES["ramped"] else [6])
@@ -129,16 +123,15 @@ def test_a_run_of_recorded_steps_is_the_run(
     assert recorded["costs"]["time/backward_s"] > 0
 
 
-def test_the_graph_goes_before_a_run_that_fails_ends(small_run: Callable[..., RunConfig], world: World) -> None:
+def test_the_graph_goes_before_a_run_that_fails_ends(small_run: Callable[..., RunConfig], sharded_world: World) -> None:
     graphs: list[Replayed] = []
-    trainer = Trainer(small_run("run.device=cpu", "kernels=portable", *LINES), world)
+    trainer = Trainer(small_run("run.device=cpu", "kernels=portable", *LINES), sharded_world)
     trainer._graph = stand_in(graphs, trainer)
     deal = trainer._micro_batches
 
     def spoiled() -> Iterator[MicroBatch]:
         for number, micro in enumerate(deal):
-            labels_BS = micro.batch.labels_BS if number < 12 else torch.full_like(micro.batch.labels_BS, -100)
-            yield MicroBatch(micro.batch._replace(labels_BS=labels_BS), micro.first_sample)
+            yield micro if number < 12 else without_labels(micro)
 
     trainer._micro_batches = spoiled()  # type: ignore[assignment]
     with pytest.raises(FloatingPointError, match="in step 7 "):
@@ -188,7 +181,7 @@ def test_a_run_of_steps_in_a_cuda_graph_is_the_run(
     small_run: Callable[..., RunConfig],
     overrides: tuple[str, ...],
     compiles: str,
-    world: World,
+    sharded_world: World,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The fast kernels add up the gradient of the queries in any order.
@@ -197,11 +190,11 @@ def test_a_run_of_steps_in_a_cuda_graph_is_the_run(
     compile_eagerly = partial(training.parallel.compile_blocks, backend="aot_eager")
     monkeypatch.setattr(training.parallel, "compile_blocks", compile_eagerly)
     options = (*ON_HOPPER, f"parallel.compile={compiles}", *overrides)
-    plain = train(small_run("run.name=plain", *options), world, lambda trainer: trainer._graph)
+    plain = train(small_run("run.name=plain", *options), sharded_world, lambda trainer: trainer._graph)
     graphs: list[StepGraph] = []
     recorded = train(
         small_run("run.name=recorded", "parallel.cuda_graph=true", *options),
-        world,
+        sharded_world,
         lambda trainer: graphs.append(trainer._graph) or trainer._graph,  # type: ignore[arg-type, func-returns-value]
     )
     assert isinstance(graphs[0], StepGraph)

@@ -49,6 +49,11 @@ class RunConfig:
         self._check_profile()
 
     @property
+    def records_steps(self) -> bool:
+        """Whether steps become a CUDA graph; one that is profiled does not, which would have no operators to name."""
+        return self.parallel.cuda_graph and not self.profile
+
+    @property
     def micro_batch_tokens(self) -> int:
         """T, the tokens in one forward: micro-batch sequences × sequence length."""
         return self.train.micro_batch_sequences * self.data.sequence_length
