@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch
+from model.attend import AttentionKernel
 from model.decoder import Decoder
 from training.config import RunConfig
-from training.parallel import forget_forwards
+from training.parallel import compiles, forget_forwards
 from training.step import Accumulate, Accumulated, Lap, MicroBatch, StepInput
 from training.world import World
 
@@ -59,6 +60,16 @@ def check_step_graph(config: RunConfig, world: World) -> None:
         raise ValueError(
             f"parallel.cuda_graph=true records the work of a CUDA device, and this run computes on the "
             f"{world.device.type}: set parallel.cuda_graph=false"
+        )
+    if (
+        config.data.mask_documents
+        and config.kernels.attention is not AttentionKernel.sdpa
+        and not compiles(config.parallel, world.device)
+    ):
+        raise ValueError(
+            "parallel.cuda_graph=true with data.mask_documents=true and parallel.compile=false: FlexAttention outside "
+            "of compiled blocks copies from the host, which no graph records. Set parallel.compile=true, or "
+            "kernels.attention=sdpa"
         )
     # Source: Megatron-LM, megatron/core/transformer/cuda_graphs.py, which asserts the same.
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -75,11 +75,11 @@ def _tensors(found: Accumulated) -> list[torch.Tensor]:
 
 
 def train(config: RunConfig, world: World, graph_of: Callable[[Trainer], StepGraph | None]) -> dict[str, Any]:
-    """Return what a whole run logs, its times and memory apart, and its last parameters."""
+    """Return what a whole run logs, its times, memory and compilations apart, and its last parameters."""
     trainer = Trainer(config, world)
     trainer._graph = graph_of(trainer)
     assert trainer.fit() == EXIT_DONE
-    measured = ("time/", "throughput/", "memory/")
+    measured = ("time/", "throughput/", "memory/", "compile/")  # the last counts since the process began
     lines = [{name: value for name, value in line.items() if not name.startswith(measured)} for line in logged(config)]
     costs = [line for line in logged(config) if "time/step_s" in line][-1]
     return {
@@ -155,6 +155,15 @@ def test_memory_that_nccl_cannot_register_is_refused(
     check_step_graph(config, of_two)
 
 
+def test_documents_outside_of_compiled_blocks_are_refused(small_run: Callable[..., RunConfig]) -> None:
+    world = World(rank=0, size=1, device=torch.device("cuda"))
+    options = ("parallel.cuda_graph=true", "data.mask_documents=true")
+    check_step_graph(small_run(*options), world)
+    check_step_graph(small_run("parallel.compile=false", "kernels.attention=sdpa", *options), world)
+    with pytest.raises(ValueError, match=r"FlexAttention .* Set parallel.compile=true, or kernels.attention=sdpa"):
+        check_step_graph(small_run("parallel.compile=false", *options), world)
+
+
 def test_a_cpu_has_no_graph(small_run: Callable[..., RunConfig]) -> None:
     config = small_run("run.device=cpu", "parallel.cuda_graph=true")
     world = World(rank=0, size=1, device=torch.device("cpu"))
@@ -190,6 +199,8 @@ def test_a_run_of_steps_in_a_cuda_graph_is_the_run(
     compile_eagerly = partial(training.parallel.compile_blocks, backend="aot_eager")
     monkeypatch.setattr(training.parallel, "compile_blocks", compile_eagerly)
     options = (*ON_HOPPER, f"parallel.compile={compiles}", *overrides)
+    if compiles == "false":
+        options = (*options, "kernels.attention=sdpa")  # of documents' masks
     plain = train(small_run("run.name=plain", *options), sharded_world, lambda trainer: trainer._graph)
     graphs: list[StepGraph] = []
     recorded = train(
@@ -206,6 +217,6 @@ def test_a_run_of_steps_in_a_cuda_graph_is_the_run(
 @needs_hopper
 def test_work_that_waits_is_refused_with_the_knob() -> None:
     waits = torch.ones((), device="cuda")
-    with pytest.raises(RuntimeError, match=r"not permitted when stream is capturing.*parallel.cuda_graph=false"):
+    with pytest.raises(RuntimeError, match=r"(?s)not permitted when stream is capturing.*parallel.cuda_graph=false"):
         record_on_device(waits.item)  # type: ignore[arg-type, return-value]
     assert float(waits) == 1  # the device is as usable as before
