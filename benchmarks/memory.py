@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = options.backends
-    peers = available_peers([name for name in names if name in PEERS])
+    peers = available_peers([name for name in names if name in PEERS], tunes=False)
     names = [name for name in names if name in peers or name not in PEERS]
     if device.type == "cpu" and (others := set(names) - {"portable", "reference"}):
         parser.error(f"--backends {', '.join(sorted(others))}: torch finds no CUDA device to run them on")

@@ -15,8 +15,11 @@ from torch import Tensor
 Peer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def available_peers(names: list[str]) -> dict[str, Peer]:
-    """Return those of ``names`` that are installed; say which are not."""
+def available_peers(names: list[str], *, tunes: bool = True) -> dict[str, Peer]:
+    """Return those of ``names`` that are installed; say which are not.
+
+    Without ``tunes`` sonic-moe takes the first tile that it knows, where only bytes are counted.
+    """
     found = {}
     for name in names:
         module, peer = PEERS[name]
@@ -24,7 +27,7 @@ def available_peers(names: list[str]) -> dict[str, Peer]:
             print(f"{name}: {module} is not installed, left out")
             continue
         if name == "sonicmoe":
-            keep_usual_tiles()
+            keep_usual_tiles(None if tunes else 1)
         found[name] = peer
     return found
 
@@ -35,8 +38,11 @@ def interleave(w_gate_up: Tensor) -> Tensor:
     return w_gate_up.view(E, 2, rows // 2, D).transpose(1, 2).reshape(E, rows, D)
 
 
-def keep_usual_tiles() -> None:
-    """Let quack's autotuner try six tiles, its usual winners on Hopper: all of them take minutes for each shape."""
+def keep_usual_tiles(most: int | None) -> None:
+    """Let quack's autotuner try six tiles, its usual winners on Hopper, or the first ``most`` of them.
+
+    All of its tiles take minutes for each shape.
+    """
     from quack import gemm_config  # noqa: PLC0415 - optional
 
     usual = {
@@ -50,11 +56,12 @@ def keep_usual_tiles() -> None:
     all_configs = gemm_config._get_sm90_configs
 
     def few_configs(epilogue=None, tune_coop=True):  # type: ignore[no-untyped-def]
-        return [
+        configs = [
             config
             for config in all_configs(epilogue, tune_coop)
             if (config.tile_m, config.tile_n, config.pingpong) in usual and not config.swap_ab and config.cluster_n == 1
         ]
+        return configs[:most]
 
     gemm_config._get_sm90_configs = few_configs
 
