@@ -28,6 +28,8 @@ from training.sinks import StartError
 from training.trainer import Trainer
 from training.world import open_world
 
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
+
 register_schemas()
 
 
@@ -38,7 +40,12 @@ def main(values: DictConfig) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         sys.exit("error: --multirun would train one run after another in this process; start one command a run")
-    sys.exit(run(values))
+    try:
+        exit_code = run(values)
+    except KeyboardInterrupt:  # before training has begun, or the second of two
+        print("interrupted: nothing was saved that was not before", file=sys.stderr)
+        exit_code = EXIT_INTERRUPTED
+    sys.exit(exit_code)
 
 
 @record

@@ -6,7 +6,7 @@ What train_step.py times and loss_parity.py compares.
 import gc
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import torch
 from hydra.errors import HydraException
@@ -15,16 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from data.batch import Batch
 from data.loader import open_prepared
-from data.prefetch import prefetch
 from launch import preflight
 from model.decoder import Decoder
 from moe_kernels import KernelUnavailable
 from training.build import Kernels, build_model, check_world, choose_kernels
 from training.config import RunConfig
+from training.deal import deal
 from training.environment import fix_numerics
 from training.guard import StepGuard
 from training.optim import build_optimizer, learning_rate, set_learning_rate
-from training.step import MicroBatch, StepInput, StepResult, train_step
+from training.step import StepInput, StepResult, train_step
 from training.step_graph import StepGraph, peak_bytes
 from training.world import World
 
@@ -87,12 +87,12 @@ class Steps:
         self.config, self.world = config, world
         fix_numerics(config.train.num_threads, seed=config.train.seed)
         kernels = check_run(config, world)
-        self._rows = RandomRows(config) if random_tokens else open_prepared(config.data).train
+        rows = RandomRows(config) if random_tokens else open_prepared(config.data).train
         self.backend = kernels.backend
         self.model = build_model(config, kernels, world, initialise=draw_on_device if draws_on_device else None)
         self.optimizer = build_optimizer(self.model, config.optim)
         self._graph = StepGraph(self.model) if config.records_steps and records else None
-        self._micro_batches = self._deal()
+        self._micro_batches = deal(rows, world, size=config.train.micro_batch_sequences)
         self._guard = StepGuard()
         self._previous_count_LE = None
         self._num_taken = 0
@@ -106,15 +106,6 @@ class Steps:
     def peak_bytes(self) -> int | None:
         """The most device memory allocated since its count was reset; None on a CPU."""
         return peak_bytes(self.world.device, self._graph) if self.world.device.type == "cuda" else None
-
-    def _deal(self) -> Iterator[MicroBatch]:
-        size = self.config.train.micro_batch_sequences
-        firsts, requests = itertools.tee(size * n for n in itertools.count(self.world.rank, self.world.size))
-        asked = ((first, size) for first in requests)
-        on_gpu = self.world.device.type == "cuda"
-        with closing(prefetch(self._rows, asked, pin_memory=on_gpu)) as batches:
-            for first, batch in zip(firsts, batches, strict=True):
-                yield MicroBatch.of(batch.to(self.world.device), first)
 
     def take(self, lap: Callable[[str], None] = lambda part: None) -> StepResult:
         """Take the next step; raises FloatingPointError as a run does."""

@@ -146,6 +146,22 @@ def test_sigterm_saves_and_the_same_command_goes_on(prepared_root: Path, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cpu_smoke"]
 
 
+def test_ctrl_c_before_the_first_step_ends_in_a_line(prepared_root: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *SMALL, f"data.root={prepared_root}", f"run.root={tmp_path}"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().startswith("I training.environment")  # the model is yet to be built
+    process.send_signal(signal.SIGINT)
+    process.stdout.read()
+    assert process.stderr.read() == "interrupted: nothing was saved that was not before\n"
+    assert process.wait(60) == 130
+
+
 def test_train_runs_from_any_folder(prepared_root: Path, tmp_path: Path) -> None:
     result = train(
         *("debug=cpu_smoke", "train.num_steps=1", "model.vocab_size=512", "data.sequence_length=64"),

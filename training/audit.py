@@ -1,11 +1,14 @@
 """What must be true after the first step of a run: everything learns, and nothing is uninitialised."""
 
 import hashlib
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +23,8 @@ def check_weights(model: nn.Module, step: int) -> None:
 
     Raises: FloatingPointError naming the step and the parameters that fail.
     """
-    broken = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    broken = [name for name, largest in zip(names, _largest(parameters), strict=True) if not math.isfinite(largest)]
     if broken:
         others = f" and {len(broken) - 3} others" if len(broken) > 3 else ""
         raise FloatingPointError(
@@ -36,7 +40,13 @@ def audit_first_step(model: nn.Module, optimizer: Optimizer) -> None:
 
     Raises: RuntimeError naming the tensors that fail.
     """
-    still = [name for name, parameter in model.named_parameters() if not _moved(optimizer, parameter)]
+    learning = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    gradients = [parameter.new_zeros(()) if parameter.grad is None else parameter.grad for _, parameter in learning]
+    still = [
+        name
+        for (name, parameter), largest in zip(learning, _largest(gradients), strict=True)
+        if not (0 < largest < math.inf and optimizer.state.get(parameter))
+    ]
     broken = [name for name, buffer in model.named_buffers() if not bool(torch.isfinite(buffer).all())]
     complaints = []
     if still:
@@ -47,28 +57,22 @@ def audit_first_step(model: nn.Module, optimizer: Optimizer) -> None:
         raise RuntimeError("the first step failed its audit: " + "; ".join(complaints))
 
 
-def _moved(optimizer: Optimizer, parameter: Tensor) -> bool:
-    if not parameter.requires_grad:
-        return True
-    if parameter.grad is None or not optimizer.state.get(parameter):
-        return False
-    largest = _largest(parameter.grad)
-    return bool(torch.isfinite(largest)) and float(largest) > 0
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(_largest(tensor)))
-
-
 @torch.no_grad()
-def _largest(tensor: Tensor) -> Tensor:
-    """Return the largest absolute value, NaN where there is one, over all processes."""
-    if not isinstance(tensor, DTensor):
-        return tensor.abs().max()
-    mine = tensor.to_local().abs()
-    mine = mine.max() if mine.numel() > 0 else mine.new_zeros(())  # 5 rows on 4 processes leave the last one none
-    placements = [Shard(0) if placement.is_shard() else placement for placement in tensor.placements]
-    return DTensor.from_local(mine[None], tensor.device_mesh, placements).full_tensor().max()
+def _largest(tensors: Sequence[Tensor]) -> list[float]:
+    """Return each tensor's largest absolute value, NaN where there is one, over all processes, which meet once."""
+    mine = torch.stack([_largest_here(tensor) for tensor in tensors])
+    if not dist.is_initialized():
+        return mine.tolist()
+    of_each = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_each, mine)
+    return torch.stack(of_each).amax(0).tolist()
+
+
+def _largest_here(tensor: Tensor) -> Tensor:
+    """Return the largest absolute value of this process's part, in fp32."""
+    mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # 5 rows on 4 processes leave the last one none.
+    return mine.abs().max().float() if mine.numel() > 0 else mine.new_zeros((), dtype=torch.float32)
 
 
 def code_fingerprint() -> str:

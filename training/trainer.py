@@ -4,7 +4,6 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Generator
 from contextlib import closing, nullcontext
 
 import torch
@@ -15,13 +14,13 @@ from checkpoint.start import load_start
 from checkpoint.state import TrainState
 from checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
 from data.loader import open_prepared
-from data.prefetch import prefetch
 from training.audit import audit_first_step, check_weights, code_fingerprint
 from training.breakdown import DATA
 from training.build import build_model, check_world, choose_kernels
 from training.clock import clock_of
 from training.compilations import count_compilations
 from training.config import RunConfig, WandbMode
+from training.deal import deal
 from training.environment import StopRequest, fix_numerics, hide_objects, objects_seen_again
 from training.evaluate import held_out_losses, num_evaluation_batches
 from training.guard import StepGuard
@@ -31,7 +30,7 @@ from training.optim import build_optimizer, learning_rate, set_learning_rate
 from training.profiling import StepProfiler
 from training.run_folder import RunFolder, check_vocabulary, config_values, find_run, open_run, sole_trainer
 from training.sinks import ConsoleSink, JsonlSink, Sink, Sinks, StartError, WandbSink, import_wandb, new_wandb_id
-from training.step import MicroBatch, StepInput, StepResult, train_step
+from training.step import StepInput, StepResult, train_step
 from training.step_graph import StepGraph, peak_bytes
 from training.world import World
 
@@ -83,7 +82,8 @@ class Trainer:
         world.first(lambda: open_run(config, self.data))
         counts = self.state.top_k_counts
         self._previous_count_LE = None if counts is None else torch.tensor(counts, device=world.device)
-        self._micro_batches = self._deal()
+        size = config.train.micro_batch_sequences
+        self._micro_batches = deal(self.data.train, world, size=size, start=self.state.samples)
 
     def _resume(self) -> TrainState:
         checkpoint = self.world.first(lambda: latest_checkpoint(self.folder.checkpoints))
@@ -104,20 +104,6 @@ class Trainer:
             state.wandb_id = self.world.first(lambda: new_wandb_id(self.config.logging))
         log.info("resumed %s at step %d, %d tokens", checkpoint, state.step, state.tokens)
         return state
-
-    def _deal(self) -> Generator[MicroBatch, None, None]:
-        """Yield this process's micro-batches from the run's position on, made ahead by a thread.
-
-        A step is a fixed list of micro-batches; process r of n takes number r, r + n, r + 2n of every step.
-        """
-        size = self.config.train.micro_batch_sequences
-        start = self.state.samples
-        mine = (start + size * number for number in itertools.count(self.world.rank, self.world.size))
-        firsts, requests = itertools.tee(mine)
-        on_gpu = self.world.device.type == "cuda"
-        with closing(prefetch(self.data.train, ((first, size) for first in requests), pin_memory=on_gpu)) as batches:
-            for first, batch in zip(firsts, batches, strict=True):
-                yield MicroBatch.of(batch.to(self.world.device), first)
 
     def fit(self) -> int:
         """Train to the last step, ``run.stop_at_step`` or a signal, and return the exit code of the process."""
