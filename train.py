@@ -22,11 +22,11 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from moe_kernels import KernelUnavailable
-from training.config import RunConfig, register_schemas
+from training.config import RunConfig, check_choices, register_schemas
 from training.run_folder import folder_of
 from training.sinks import StartError
 from training.trainer import Trainer
-from training.world import open_world
+from training.world import World, open_world
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
 
@@ -58,30 +58,37 @@ def run(values: DictConfig) -> int:
         return _refuse(problem)
     except AttributeError as problem:  # what OmegaConf raises for a key that +key=value added
         return _refuse(f"{problem}; a key cannot be added with +, it needs a field in a dataclass (CONTRIBUTING.md)")
+    world = None
     try:
         world = open_world(config.run.device)
         level = logging.INFO if world.is_first else logging.ERROR
         logging.basicConfig(level=level, format="%(levelname).1s %(name)s: %(message)s", stream=sys.stdout)
         trainer = Trainer(config, world)
     except (ValueError, KernelUnavailable) as problem:
-        return _refuse(problem)
+        return _refuse(problem, world)
     except OSError as problem:
-        return _refuse(f"the run in {folder_of(config).path} (run.root, run.name) cannot start: {problem}")
+        return _refuse(f"the run in {folder_of(config).path} (run.root, run.name) cannot start: {problem}", world)
     try:
         exit_code = trainer.fit()
     except StartError as problem:
-        return _refuse(problem)
+        return _refuse(problem, world)
     except FloatingPointError as problem:
-        return _refuse(f"{problem}. {trainer.way_around()}")
+        return _refuse(f"{problem}. {trainer.way_around()}", world)
     except OSError as problem:  # a disk without room, above all
-        return _refuse(f"the run in {trainer.folder.path} (run.root, run.name) stops: {problem}")
+        return _refuse(f"the run in {trainer.folder.path} (run.root, run.name) stops: {problem}", world)
     world.leave(exit_code)
 
 
-def _refuse(problem: object) -> int:
+def _refuse(problem: object, world: World | None = None) -> int:
     print(f"error: {problem}", file=sys.stderr)
+    if world is not None:
+        world.leave(1, alone=True)
     return 1
 
 
 if __name__ == "__main__":
+    try:
+        check_choices(sys.argv[1:])
+    except ValueError as problem:
+        sys.exit(_refuse(problem))
     main()

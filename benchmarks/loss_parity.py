@@ -101,7 +101,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more overrides, as for train.py")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="more overrides, as for train.py"
+    )
     parser.add_argument("--json", type=output_file, help="write everything here")
     return parser
 

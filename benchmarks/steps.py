@@ -5,6 +5,7 @@ What train_step.py times and loss_parity.py compares.
 
 import gc
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -39,6 +40,9 @@ def leaving_with_a_message() -> Iterator[None]:
     """End the process with one line, not a trace, if the body meets what this machine or configuration cannot do."""
     try:
         yield
+    except KeyboardInterrupt as why:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from why  # 128 + SIGINT, as a shell says it
     except (ValueError, OSError, KernelUnavailable, FloatingPointError, OmegaConfBaseException, HydraException) as why:
         cause = f" ({why.__cause__})" if why.__cause__ is not None else ""  # hydra's says which values there are
         raise SystemExit(f"error: {why}{cause}") from why

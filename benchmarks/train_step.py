@@ -188,7 +188,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--checkpointing", default="selective", help="parallel.activation_checkpointing, several too")
     parser.add_argument("--compile", action="store_true", help="parallel.compile=true, else false")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more overrides, as for train.py")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="more overrides, as for train.py"
+    )
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
     parser.add_argument("--window", type=int, default=5, help="steps between two waits for the device")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launch.activations import Sizes, block_memory, sizes_of
 from launch.layout import Layout, layout_of
@@ -17,6 +17,13 @@ from training.config import ActivationCheckpointing, RunConfig
 
 _FP32, _BF16 = 4, 2
 _SECONDS_PER_DAY = 86_400
+
+
+class Throughput(NamedTuple):
+    """Tokens per second and GPU of a benchmark, and a note that says which of its rows that is."""
+
+    tokens_per_s_per_gpu: float
+    note: str
 
 
 class ThroughputError(ValueError):
@@ -203,8 +210,8 @@ def _rows_in(record: Any) -> Iterator[dict[str, Any]]:
 
 def throughput_from(
     path: Path, *, shape: str, num_parameters: int | None, gpus: int, routing: str, backend: str
-) -> float:
-    """Return tokens per second and GPU from a JSON of benchmarks/train_step.py, or one that holds several such.
+) -> Throughput:
+    """Return the throughput from a JSON of benchmarks/train_step.py, or one that holds several such.
 
     A row is of the model if its ``parameters`` are as many or, where either is not given, its shape is called so. Of
     those with this routing and backend it takes the one whose number of GPUs is nearest, the larger first, and of
@@ -229,8 +236,8 @@ def throughput_from(
         if count < 1 or not (isfinite(speed) and speed > 0):
             raise ThroughputError(f"{path} has a row of {speed} tokens/s/GPU on {count} GPUs, both must be above 0")
     fitting = [
-        speed
-        for name, size, speed in zip(named, sizes, speeds, strict=True)
+        (row, *speed)
+        for row, name, size, speed in zip(rows, named, sizes, speeds, strict=True)
         if name[1:] == (routing, backend)
         and (name[0] == shape if num_parameters is None or size is None else size == num_parameters)
     ]
@@ -240,4 +247,9 @@ def throughput_from(
             f"{path} has no row of shape {shape}, routing {routing}, backend {backend}; it has: "
             f"{'; '.join(there) or 'none'}. Name its shape with --shape, or give --throughput"
         )
-    return min(reversed(fitting), key=lambda speed: (abs(speed[0] - gpus), -speed[0]))[1]
+    row, count, speed = min(reversed(fitting), key=lambda one: (abs(one[1] - gpus), -one[1]))
+    equals = [other for _, other_count, other in fitting if other_count == count]
+    knobs = ", ".join(f"{name} {row[name]}" for name in ("checkpointing", "attention", "compile") if name in row)
+    others = f" of {len(equals)}, from {min(equals):,.0f} to {max(equals):,.0f} tokens/s/GPU" * (len(equals) > 1)
+    note = f"--benchmark: the last row that fits{others}; {count} GPUs{', ' * bool(knobs)}{knobs}; knobs may differ"
+    return Throughput(speed, note)

@@ -22,15 +22,16 @@ from launch.plan import ThroughputError, make_plan, throughput_from
 from launch.report import as_json, as_text
 from model.attend import AttentionKernel, choose_attention
 from model.counting import count_parameters
+from model.flash_attention_4 import why_not_on_any_device
 from model.moe import moe_problem
 from moe_kernels import BackendName, KernelUnavailable, resolve_backend
 from moe_kernels.dispatch import BACKENDS, Backend
 from training.build import Kernels, check_division, check_tiles
-from training.config import RunConfig, register_schemas
+from training.config import CONFIGS, RunConfig, check_choices, register_schemas
 from training.parallel import DTYPES, check_expert_cut, num_shards
+from training.step_graph import check_step_graph
 from training.world import World
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 EXIT_FITS, EXIT_TOO_LARGE, EXIT_REFUSED = 0, 1, 2
 _ARCH = "sm90"
 _MOST = 1e18  # of anything that is asked for in numbers
@@ -50,6 +51,7 @@ def compose_run(overrides: list[str]) -> Composed:
     Raises: ValueError, AttributeError, HydraException or OmegaConfBaseException for one that it would refuse.
     """
     register_schemas()
+    check_choices(overrides)
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         values = compose("train", overrides=overrides, return_hydra_config=True)
     model_name = str(values.hydra.runtime.choices["model"])
@@ -61,7 +63,8 @@ def compose_run(overrides: list[str]) -> Composed:
 
 
 def check_processes(config: RunConfig, gpus: int) -> None:
-    """Raise ValueError if ``gpus`` processes cannot share the run's steps or its parameters."""
+    """Raise ValueError if ``gpus`` processes cannot share the run's steps or its parameters, or not record steps."""
+    check_step_graph(config, World(rank=0, size=gpus, device=torch.device("cuda")))
     check_division(config, World(rank=0, size=gpus, device=torch.device("cpu")))
     moe = config.model.moe
     check_expert_cut(
@@ -117,7 +120,9 @@ def planned_attention(config: RunConfig) -> AttentionKernel:
         )
 
     # Asked of sdpa, or of flash-attn-4 where it may do, choose_attention looks at the GPU.
-    if name is AttentionKernel.flex or (name is AttentionKernel.flash_attn_4 and masks):
+    dtype, head_width = DTYPES[config.train.precision], config.model.attention.head_width
+    may_do = why_not_on_any_device(head_width, dtype=dtype, mask_documents=masks) is None
+    if name is AttentionKernel.flex or (name is AttentionKernel.flash_attn_4 and not may_do):
         return chosen(name)
     if name is not AttentionKernel.auto:
         return name
@@ -175,9 +180,9 @@ def main(arguments: list[str] | None = None) -> int:
         check_processes(config, options.gpus)
         backend, refusal = planned_backend(config)
         kernels = Kernels(backend, planned_attention(config))
-        throughput = options.throughput
+        throughput, source = options.throughput, None
         if options.benchmark is not None:
-            throughput = throughput_from(
+            throughput, source = throughput_from(
                 options.benchmark,
                 shape=options.shape or composed.model_name,
                 num_parameters=None if options.shape else count_parameters(config.model).total,
@@ -204,6 +209,8 @@ def main(arguments: list[str] | None = None) -> int:
     notes = config.warnings()
     if config.parallel.peer_copies and num_shards(config.parallel, options.gpus) > 1:
         notes.append("parallel.peer_copies: the GPUs that hold a copy between them have to be on one host")
+    if source:
+        notes.append(source)
     if refusal:
         notes.append(f"backend {backend.name}, refused {refusal}")
     print(json.dumps(as_json(plan, notes), indent=2) if options.json else as_text(plan, notes))

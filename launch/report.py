@@ -86,7 +86,7 @@ def _memory(plan: Plan) -> str:
     allowance = plan.needed - at_peak.total
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines += [
-        f"  {'allocated by torch':<40}  {at_peak.total / _GIB:11.2f}  in the {plan.peak.name}",
+        f"  {'allocated':<40}  {at_peak.total / _GIB:11.2f}  in the {plan.peak.name}",
         f"  {'assumed beyond that':<40}  {allowance / _GIB:11.2f}  context and NCCL {plan.context_bytes / _GIB:g} GiB, "
         f"fragmentation {plan.fragmentation:.0%} of the peak",
         f"  {'needed':<40}  {plan.needed / _GIB:11.2f}  of {plan.gpu_bytes / _GIB:g}: {verdict}",

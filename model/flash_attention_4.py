@@ -22,22 +22,30 @@ def flash_attention_4(query_BHSA: Tensor, key_BGSA: Tensor, value_BGSA: Tensor) 
     return out_BSHA.transpose(1, 2)
 
 
-def why_not_flash_attention_4(
-    head_width: int, *, device: torch.device, dtype: torch.dtype, mask_documents: bool
-) -> str | None:
-    """Return why it cannot be used, in words and with what is wrong, or None if it can."""
+def why_not_on_any_device(head_width: int, *, dtype: torch.dtype, mask_documents: bool) -> str | None:
+    """Return why it cannot be used whatever the device, in words and with what is wrong, or None if it may."""
     if mask_documents:
         return "flash-attn-4 is used without document masks, and data.mask_documents=true"
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in {9, 10}:
-        return f"flash-attn-4 needs a CUDA device of compute capability 9 or 10, this one is {device}"
     if dtype not in {torch.bfloat16, torch.float16}:
         return f"flash-attn-4 computes in 16 bits, and this model in {dtype}"
     if head_width % 8 != 0 or head_width > 128:
         return f"flash-attn-4 is used for heads of 8 to 128 by eights, and model.attention.head_width={head_width}"
+    return None
+
+
+def why_not_flash_attention_4(
+    head_width: int, *, device: torch.device, dtype: torch.dtype, mask_documents: bool
+) -> str | None:
+    """Return why it cannot be used, in words and with what is wrong, or None if it can."""
+    reason = why_not_on_any_device(head_width, dtype=dtype, mask_documents=mask_documents)
+    if reason is not None:
+        return reason
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in {9, 10}:
+        return f"flash-attn-4 needs a CUDA device of compute capability 9 or 10, this one is {device}"
     try:
         _package()
     except ImportError as error:
-        return f"flash-attn-4 cannot be imported ({error}): pip install flash-attn-4"
+        return f"flash-attn-4 cannot be imported ({error}): pip install 'gristmill[flash]'"
     return None
 
 

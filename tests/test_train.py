@@ -16,6 +16,7 @@ from checkpoint.metrics import read_metrics
 from tests.training.processes import free_port
 from training.config import RunConfig
 from training.sinks import JsonlSink
+from training.world import World
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
@@ -91,18 +92,33 @@ def test_a_full_disk_is_told_with_the_runs_folder(
     def disk_is_full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    def end(world: World, exit_code: int, *, alone: bool) -> None:
+        assert alone
+        sys.exit(exit_code)
+
     config = small_run()
+    monkeypatch.setattr(World, "leave", end)
     for place, verb in ((JsonlSink, "stops"), (Path, "cannot start")):
-        monkeypatch.setattr(place, "write" if place is JsonlSink else "write_text", disk_is_full)
         config.run.name = verb.split()[-1]
         try:
-            assert run(OmegaConf.structured(config)) == 1
+            with monkeypatch.context() as patch:
+                patch.setattr(place, "write" if place is JsonlSink else "write_text", disk_is_full)
+                with pytest.raises(SystemExit) as ended:
+                    run(OmegaConf.structured(config))
+            assert ended.value.code == 1
         finally:
             torch.distributed.destroy_process_group()
-            monkeypatch.undo()
         folder = Path(config.run.root) / config.run.name
         place_of_run = f"the run in {folder} (run.root, run.name)"
         assert capfd.readouterr().err == f"error: {place_of_run} {verb}: [Errno 28] No space left on device\n"
+
+
+def test_a_group_without_a_choice_is_named() -> None:
+    result = train("parallel=null")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: parallel=null ")
+    assert "one_host" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_cfg_job_prints_the_configuration_and_writes_nothing(tmp_path: Path) -> None:
@@ -154,7 +170,8 @@ def test_ctrl_c_before_the_first_step_ends_in_a_line(prepared_root: Path, tmp_pa
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
     assert process.stdout.readline().startswith("I training.environment")  # the model is yet to be built
     process.send_signal(signal.SIGINT)
     process.stdout.read()

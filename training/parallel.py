@@ -164,7 +164,7 @@ def check_peer_copies(config: ParallelConfig, world: World) -> None:
     if world.device.type != "cuda":
         raise ValueError(
             f"parallel.peer_copies=true copies between GPUs, and this run computes on the {world.device.type}: set "
-            "parallel.peer_copies=false"
+            "parallel.peer_copies=false (parallel=one_host sets it and parallel.cuda_graph, parallel=fsdp neither)"
         )
     if local % shards != 0:
         raise ValueError(

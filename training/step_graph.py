@@ -59,7 +59,8 @@ def check_step_graph(config: RunConfig, world: World) -> None:
     if world.device.type != "cuda":
         raise ValueError(
             f"parallel.cuda_graph=true records the work of a CUDA device, and this run computes on the "
-            f"{world.device.type}: set parallel.cuda_graph=false"
+            f"{world.device.type}: set parallel.cuda_graph=false (parallel=one_host sets it and parallel.peer_copies, "
+            "parallel=fsdp neither)"
         )
     if (
         config.data.mask_documents

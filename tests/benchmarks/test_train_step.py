@@ -89,7 +89,8 @@ def test_no_recorder_is_left_open_when_a_recorded_step_fails(monkeypatch: pytest
 
 
 def test_options_reach_the_configuration() -> None:
-    arguments = build_parser().parse_args(["--compile", "--accumulation", "2", "--set", "parallel.prefetch_blocks=1"])
+    sets = ("--set", "parallel.prefetch_blocks=1", "optim.lr=1e-3", "--set", "optim.weight_decay=0.5")
+    arguments = build_parser().parse_args(["--compile", "--accumulation", "2", *sets])
     world = World(rank=0, size=2, device=torch.device("cpu"))
     config = run_config(arguments, Choice("sonic-7b", "token_rounding", "portable", "full"), world)
     assert (config.model.width, config.model.num_layers) == (1536, 40)
@@ -97,6 +98,7 @@ def test_options_reach_the_configuration() -> None:
     assert config.parallel.compile is True
     assert config.parallel.activation_checkpointing.value == "full"
     assert config.parallel.prefetch_blocks == 1
+    assert (config.optim.lr, config.optim.weight_decay) == (1e-3, 0.5)
     assert config.model.moe.routing.train.value == "token_rounding"
 
 

@@ -101,6 +101,13 @@ def test_json_holds_what_the_tables_say(capsys: pytest.CaptureFixture[str]) -> N
         ([*OLMOE, "model.moe.routing.tile_m=64", "--gpus", "1"], "tile_m=64"),
         (["kernels.attention=flex", "--gpus", "1"], "data.mask_documents=false"),
         (["kernels.attention=flash_attn_4", "data.mask_documents=true", "--gpus", "1"], "data.mask_documents=true"),
+        ([*OLMOE, "kernels.attention=flash_attn_4", "train.precision=fp32", "--gpus", "1"], "in 16 bits"),
+        ([*OLMOE, "kernels.attention=flash_attn_4", "model.attention.head_width=132", "--gpus", "1"], "head_width=132"),
+        (["parallel=null", "--gpus", "1"], "configs/parallel/ (fsdp, hsdp, one_host)"),
+        (
+            [*("parallel.cuda_graph=true", "parallel.compile=false", "data.mask_documents=true"), "--gpus", "1"],
+            "kernels.attention=sdpa",
+        ),
         (["--gpus", "1", "--benchmark", "no_such_file.json"], "no_such_file.json"),
     ],
 )
@@ -145,8 +152,13 @@ def test_throughput_is_read_from_the_row_that_is_nearest(tmp_path: Path, capsys:
     path.write_text(json.dumps({"rows": rows}))
     arguments = [*OLMOE, "--gpus", "2", "--benchmark", str(path), "--json"]
     assert json.loads(run(capsys, *arguments)[1])["tokens_per_s_per_gpu"] == 200.0
+    _, out, _ = run(capsys, *arguments[:-1])
+    assert "note    --benchmark: the last row that fits; 2 GPUs; knobs may differ" in out
     top_k = [*arguments, "routing@model.moe.routing=top_k"]
     assert json.loads(run(capsys, *top_k)[1])["tokens_per_s_per_gpu"] == 7.0
+    path.write_text(json.dumps({"rows": [*rows, row(2, 300.0, attention="sdpa")]}))
+    _, out, _ = run(capsys, *arguments[:-1])
+    assert "the last row that fits of 2, from 200 to 300 tokens/s/GPU; 2 GPUs, attention sdpa;" in out
     path.write_text(json.dumps({"rows": [row(2, 50.0, shape="their-name") | {"parameters": 6_919_161_856}]}))
     assert json.loads(run(capsys, *arguments)[1])["tokens_per_s_per_gpu"] == 50.0
     path.write_text(json.dumps({"runs": [{"rows": rows[:1]}, {"rows": rows[1:]}]}))

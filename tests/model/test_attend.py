@@ -93,7 +93,7 @@ REFUSALS = {
         {"dtype": torch.float32, "mask_documents": False},
         "this model in torch.float32",
     ),
-    "flash-attn-4 not installed": (AttentionKernel.flash_attn_4, {"mask_documents": False}, "pip install flash-attn-4"),
+    "flash-attn-4 not installed": (AttentionKernel.flash_attn_4, {"mask_documents": False}, r"gristmill\[flash\]"),
 }
 
 

@@ -24,9 +24,10 @@ from training.config.maths import (
     Schedule,
     TrainConfig,
 )
-from training.config.run import RunConfig, register_schemas
+from training.config.run import CONFIGS, RunConfig, check_choices, register_schemas
 
 __all__ = [
+    "CONFIGS",
     "ActivationCheckpointing",
     "BalanceScope",
     "CheckpointConfig",
@@ -45,5 +46,6 @@ __all__ = [
     "Schedule",
     "TrainConfig",
     "WandbMode",
+    "check_choices",
     "register_schemas",
 ]

@@ -3,7 +3,9 @@
 Checks that need the prepared data are in training/run_folder.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 
@@ -20,6 +22,8 @@ from training.config.machine import (
     RunSection,
 )
 from training.config.maths import OptimConfig, TrainConfig
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -113,6 +117,21 @@ class RunConfig:
             f"an expert gets {self.tiles_per_expert:.2f} tiles of tokens on average; below 2, token rounding costs "
             f"quality (SonicMoE, table 7): {self.describe_tiles()}"
         ]
+
+
+def check_choices(overrides: Sequence[str]) -> None:
+    """Raise ValueError if one of Hydra's ``overrides`` chooses nothing from a folder of configs/.
+
+    Hydra would end in a trace that does not say which.
+    """
+    for override in overrides:
+        key, is_set, value = override.partition("=")
+        folder = CONFIGS / key.lstrip("+~").partition("@")[0]
+        if is_set and value in {"", "null"} and key and folder.is_dir():
+            choices = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+            raise ValueError(
+                f"{override} chooses no file of configs/{folder.name}/ ({choices}): name one, or leave it out"
+            )
 
 
 def register_schemas() -> None:
