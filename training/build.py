@@ -1,5 +1,6 @@
 """From a configuration to the model on its device: what computes it is chosen once, here, and said in the log."""
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -8,9 +9,11 @@ from model.decoder import Decoder
 from model.moe import moe_problem
 from moe_kernels import Backend, RoutingKind, resolve_backend
 from training.config import RunConfig
-from training.parallel import DTYPES, build_parallel, check_peer_copies
+from training.parallel import DTYPES, KEEPS_EVERY_NTH_PRODUCT, build_parallel, check_peer_copies, compiles
 from training.step_graph import check_step_graph
 from training.world import World
+
+log = logging.getLogger(__name__)
 
 
 class Kernels(NamedTuple):
@@ -32,7 +35,16 @@ def choose_kernels(config: RunConfig, world: World) -> Kernels:
         dtype=DTYPES[config.train.precision],
         mask_documents=config.data.mask_documents,
     )
-    return Kernels(_choose_backend(config, world), attention)
+    kernels = Kernels(_choose_backend(config, world), attention)
+    if attention is AttentionKernel.flex and not compiles(config.parallel, world.device) and world.is_first:
+        mode = config.parallel.activation_checkpointing
+        if mode in KEEPS_EVERY_NTH_PRODUCT:
+            log.warning(
+                "FlexAttention makes all scores, S·S for every head, in blocks that are not compiled and recompute by "
+                "parallel.activation_checkpointing=%s: parallel.compile=true is faster, and kernels.attention=sdpa too",
+                mode.value,
+            )
+    return kernels
 
 
 def build_model(

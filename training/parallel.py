@@ -61,7 +61,7 @@ _ROUTING_OPS = {
 }
 _KEPT_OPS = _EXPENSIVE_OPS | _ROUTING_OPS
 _PRODUCTS = {"aten::mm", "aten::addmm"}
-_KEEPS_EVERY_NTH_PRODUCT = {ActivationCheckpointing.selective: 2, ActivationCheckpointing.elementwise: 1}
+KEEPS_EVERY_NTH_PRODUCT = {ActivationCheckpointing.selective: 2, ActivationCheckpointing.elementwise: 1}
 
 
 def build_parallel(
@@ -200,8 +200,8 @@ def checkpoint_activations(model: Decoder, mode: ActivationCheckpointing) -> Non
     if mode is ActivationCheckpointing.none:
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if mode in _KEEPS_EVERY_NTH_PRODUCT:
-        options["context_fn"] = partial(_contexts, _KEEPS_EVERY_NTH_PRODUCT[mode])
+    if mode in KEEPS_EVERY_NTH_PRODUCT:
+        options["context_fn"] = partial(_contexts, KEEPS_EVERY_NTH_PRODUCT[mode])
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, **options)
 
