@@ -26,10 +26,9 @@ from model.flash_attention_4 import why_not_on_any_device
 from model.moe import moe_problem
 from moe_kernels import BackendName, KernelUnavailable, resolve_backend
 from moe_kernels.dispatch import BACKENDS, Backend
-from training.build import Kernels, check_division, check_tiles
+from training.build import Kernels, check_steps, check_tiles
 from training.config import CONFIGS, RunConfig, check_choices, register_schemas
 from training.parallel import DTYPES, check_expert_cut, num_shards
-from training.step_graph import check_step_graph
 from training.world import World
 
 EXIT_FITS, EXIT_TOO_LARGE, EXIT_REFUSED = 0, 1, 2
@@ -64,8 +63,7 @@ def compose_run(overrides: list[str]) -> Composed:
 
 def check_processes(config: RunConfig, gpus: int) -> None:
     """Raise ValueError if ``gpus`` processes cannot share the run's steps or its parameters, or not record steps."""
-    check_step_graph(config, World(rank=0, size=gpus, device=torch.device("cuda")))
-    check_division(config, World(rank=0, size=gpus, device=torch.device("cpu")))
+    check_steps(config, World(rank=0, size=gpus, device=torch.device("cuda")))
     moe = config.model.moe
     check_expert_cut(
         num_shards(config.parallel, gpus),

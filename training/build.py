@@ -73,9 +73,14 @@ def build_model(
 
 def check_world(config: RunConfig, world: World) -> None:
     """Raise ValueError if the processes of ``world`` on their devices cannot take the run's steps as it asks."""
+    check_steps(config, world)
+    check_peer_copies(config.parallel, world)
+
+
+def check_steps(config: RunConfig, world: World) -> None:
+    """Raise ValueError if processes on such devices cannot share the run's steps, or not record them as it asks."""
     check_division(config, world)
     check_step_graph(config, world)
-    check_peer_copies(config.parallel, world)
 
 
 def check_division(config: RunConfig, world: World) -> None:
