@@ -6,7 +6,7 @@ from math import ceil, prod
 
 from model.counting import parameter_shapes
 from training.config import Precision, RunConfig
-from training.parallel import num_shards
+from training.parallel import gathers_in_place, num_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +15,7 @@ class Unit:
 
     whole: int  # numbers
     shard: int  # numbers of one process, padding included
+    in_place: int  # numbers of those that parallel.gather_in_place gathers where they are used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +41,25 @@ class Layout:
         """Numbers of all parameters."""
         return sum(unit.whole for unit in (self.embed, *self.blocks, self.head))
 
+    @property
+    def in_place(self) -> int:
+        """Numbers of those that are gathered where they are used."""
+        return sum(unit.in_place for unit in (self.embed, *self.blocks, self.head)) if self.is_sharded else 0
+
 
 def layout_of(config: RunConfig, *, gpus: int) -> Layout:
     """Return the layout of a run in ``gpus`` processes, whose parallel.shard_degree divides them."""
     shards = num_shards(config.parallel, gpus)
-    is_tied = config.model.tie_embeddings
+    is_tied, in_place = config.model.tie_embeddings, config.parallel.gather_in_place
     shapes_of: dict[str, list[tuple[int, ...]]] = {"head": []}
     for name, shape in parameter_shapes(config.model).items():
         shapes_of.setdefault(_unit_of(name, is_tied=is_tied), []).append(shape)
     unit_of = {
-        name: Unit(whole=sum(map(prod, shapes)), shard=sum(_shard(shape, shards) for shape in shapes))
+        name: Unit(
+            whole=sum(map(prod, shapes)),
+            shard=sum(_shard(shape, shards) for shape in shapes),
+            in_place=sum(prod(shape) for shape in shapes if in_place and gathers_in_place(shape, shards)),
+        )
         for name, shapes in shapes_of.items()
     }
     blocks = [unit_of[f"blocks.{layer}"] for layer in range(config.model.num_layers)]
@@ -67,7 +77,11 @@ def layout_of(config: RunConfig, *, gpus: int) -> Layout:
 
 
 def _joined(blocks: list[Unit]) -> Unit:
-    return Unit(whole=sum(block.whole for block in blocks), shard=sum(block.shard for block in blocks))
+    return Unit(
+        whole=sum(block.whole for block in blocks),
+        shard=sum(block.shard for block in blocks),
+        in_place=sum(block.in_place for block in blocks),
+    )
 
 
 def _unit_of(name: str, *, is_tied: bool) -> str:

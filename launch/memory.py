@@ -29,6 +29,7 @@ class Parts:
     gradients: int = 0  # this process's, fp32, summed over processes
     unsummed: int = 0  # gradients of micro-batches before the last, whole, fp32
     gathered: int = 0  # whole parameters in the dtype that blocks compute in, and the buffers that they come through
+    in_place: int = 0  # whole parameters in the memory that they are gathered in, kept for good
     reducing: int = 0  # whole gradients of the unit at work, and the buffers that they are summed through
     activations: int = 0  # kept from the forward to the backward, or made again for it
     workspace: int = 0  # of the block at work
@@ -89,12 +90,14 @@ class _Step:
         # Sums that wait for the step's last micro-batch are whole; without FSDP a process's own are the whole.
         self._has_unsummed = is_accumulating and layout.is_sharded and not config.parallel.sum_every_micro_batch
         self._has_summed = is_accumulating and not self._has_unsummed
+        self._has_peers = config.parallel.peer_copies and layout.shards > 1
         self._base = Parts(
             parameters=_FP32 * layout.shard,
             moments=moments_bytes(layout.shard, config.optim.states),
             # The final norm is never compiled.
             activations=sizes.mask + _FP32 * sizes.T + sizes.T * sizes.D * (_FP32 + sizes.c),
-            peers=self._peer_blocks(is_accumulating) if config.parallel.peer_copies else 0,
+            peers=self._peer_blocks(is_accumulating) if self._has_peers else 0,
+            in_place=0 if self._has_peers else sizes.c * layout.in_place,
             # A graph is recorded in a stream of its own, which has its own workspaces.
             libraries=(2 if config.records_steps else 1) * _CUBLAS_WORKSPACE_BYTES,
         )
@@ -199,16 +202,16 @@ class _Step:
     def _peer_blocks(self, is_accumulating: bool) -> int:
         """Return the bytes of the blocks through which parameters come and gradients go: one for each size of a unit.
 
-        For parameters those of units on their way come to it.
+        For parameters those of units on their way come to it, and the memory of those that are gathered in place.
         """
         layout = self._layout
-        if layout.shards == 1:
-            return 0
-        sizes = [unit.whole for unit in layout.units]
-        once = layout.embed.whole + layout.head.whole + sum(set(sizes))
+        sizes = [unit.whole - unit.in_place for unit in layout.units]
+        ends = (layout.embed, layout.head)
         ahead = min(1 + max(1, self._ahead), sizes.count(max(sizes))) - 1
-        gathered = once + ahead * max(sizes)
-        return self._s.c * gathered + (_FP32 if is_accumulating else self._s.c) * once
+        gathered = sum(unit.whole - unit.in_place for unit in ends) + sum(set(sizes)) + ahead * max(sizes)
+        reduced = sum(unit.whole for unit in ends) + sum({unit.whole for unit in layout.units})
+        wide = _FP32 if is_accumulating else self._s.c
+        return self._s.c * (gathered + layout.in_place) + wide * reduced
 
     def _logits(self) -> int:
         """Return the bytes of the logits of a chunk of tokens."""
@@ -259,7 +262,7 @@ class _Step:
         """Return the bytes of a gathered unit; the buffer that it came through is as large, and not made alone."""
         if not self._layout.is_sharded:
             return 0
-        return self._s.c * unit.whole * (2 if with_buffer and self._layout.shards > 1 else 1)
+        return self._s.c * (unit.whole - unit.in_place) * (2 if with_buffer and self._layout.shards > 1 else 1)
 
     def _gathered_root(self) -> int:
         """Return the bytes of what stays gathered for the whole forward and backward: a tied embedding."""
@@ -297,7 +300,7 @@ class _Step:
         """Return the bytes of units that are on their way: each in the buffer that it comes through."""
         if self._layout.shards == 1 or not self._layout.is_sharded:
             return 0
-        return self._s.c * sum(unit.whole for unit in units)
+        return self._s.c * sum(unit.whole - unit.in_place for unit in units)
 
     def _buffer_before(self, number: int) -> int:
         """Return the bytes in which what comes after unit ``number`` was summed: they stay until the next sum."""

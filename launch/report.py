@@ -17,6 +17,7 @@ _LABELS = {
     "activations": "activations",
     "workspace": "workspace of a block",
     "head": "logits and gradients of the head",
+    "in_place": "parameters gathered in place",
     "peers": "blocks that other GPUs read",
     "libraries": "cuBLAS workspaces",
 }

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ from training.compilations import require_compiler
 from training.config import ActivationCheckpointing, ParallelConfig, Precision
 from training.copy_in import gather_in, scatter_in
 from training.exchange import GradientExchange, SumOfOne
-from training.peer_copies import PeerGather, PeerMemory
+from training.gather import Gather
+from training.peer_copies import PeerMemory
 from training.world import World
 
 _LIBRARY = torch.library.Library("fsdp", "IMPL")
@@ -61,6 +62,7 @@ _ROUTING_OPS = {
 }
 _KEPT_OPS = _EXPENSIVE_OPS | _ROUTING_OPS
 _PRODUCTS = {"aten::mm", "aten::addmm"}
+LARGE_PART = 1 << 22  # values of one process's part of a parameter from which it is gathered in place
 KEEPS_EVERY_NTH_PRODUCT = {ActivationCheckpointing.selective: 2, ActivationCheckpointing.elementwise: 1}
 
 
@@ -94,8 +96,11 @@ def build_parallel(
     with torch.device("meta"):
         model = make()
     _rewrite_blocks(model, world, config)
-    shard(model, mesh, config, dtype=DTYPES[precision])
+    gather = shard(model, mesh, config, dtype=DTYPES[precision])
     model.to_empty(device=world.device)
+    if gather is not None:
+        shards = num_shards(config, world.size)
+        gather.take(parameter for parameter in model.parameters() if gathers_in_place(parameter.shape, shards))
     if initialise is None:
         model.init_weights(seed, write=_write_shard)
     else:
@@ -144,6 +149,12 @@ def num_shards(config: ParallelConfig, num_processes: int) -> int:
     if num_processes % shards != 0:
         raise ValueError(f"parallel.shard_degree={shards} does not divide the {num_processes} processes of this run")
     return shards
+
+
+def gathers_in_place(shape: Sequence[int], shards: int) -> bool:
+    """Say whether ``parallel.gather_in_place`` has a parameter of that shape gathered where it is used."""
+    # Others are padded, or cut along their width (there are more processes than experts), or not worth a message.
+    return shape[0] % shards == 0 and prod(shape) // shards >= LARGE_PART
 
 
 def check_expert_cut(shards: int, *, num_experts: int, gate_up_width: int, width: int) -> None:
@@ -226,8 +237,10 @@ def _contexts(nth: int) -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(policy)
 
 
-def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: torch.dtype) -> None:
+def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: torch.dtype) -> Gather | None:
     """Shard ``model`` in place over ``mesh``: parameters stay fp32, are gathered and computed with in ``dtype``.
+
+    Returns what gathers large parameters in place, if ``config`` asks for it: it takes them once they are on a device.
 
     Raises: ValueError if more processes share a copy than there are experts and the experts' widths do not divide.
     """
@@ -254,11 +267,13 @@ def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: to
         fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
     # A tied embedding serves both ends of the forward, so it stays gathered in the root's unit.
     fully_shard(model, reshard_after_forward=False, **options)
-    gather = memory = exchange = None
+    group = mesh["shard"].get_group()
+    gather = gathered = memory = exchange = None
     if config.peer_copies and shards > 1:
-        group = mesh["shard"].get_group()
         # Two memories: a block of one is free in the order of the stream in which parameters, or gradients, come there.
-        gather, memory = PeerGather(PeerMemory(group)), PeerMemory(group)
+        gathered, memory = PeerMemory(group), PeerMemory(group)
+    if config.gather_in_place or gathered is not None:
+        gather = Gather(group, dtype, gathered)
     if (config.exchange_gradients or config.peer_copies) and shards > 1:
         exchange = GradientExchange(shards, dtype, memory)
     model.gradient_exchange = exchange  # type: ignore[assignment]
@@ -276,6 +291,7 @@ def shard(model: Decoder, mesh: DeviceMesh, config: ParallelConfig, *, dtype: to
                 # Without it gloo is asked for a scaled sum, which it does not have.
                 module.set_force_sum_reduction_for_comms(True)
     _prefetch([unit[0] for unit in units], ceil(config.prefetch_blocks / size))
+    return gather if config.gather_in_place else None
 
 
 @cache

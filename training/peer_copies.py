@@ -3,12 +3,10 @@
 NCCL's kernels hold multiprocessors while they send, and the experts' kernels beside them do without (measured in
 docs/performance.md). Here nobody sends: every process reads its part of the others' memory, and one small kernel before
 and one after wait until all are there. Gradients are summed as in exchange.py. Source of the idea, and of the memory
-that others can read: torch.distributed._symmetric_memory and its low-contention collectives (pytorch 2.11). FSDP calls
-what is here (``FSDPModule.set_custom_all_gather``).
+that others can read: torch.distributed._symmetric_memory and its low-contention collectives (pytorch 2.11).
 """
 
 import os
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -108,13 +106,15 @@ class PeerMemory:
         self._lent[own.data_ptr()] = block, StorageWeakRef(lent.untyped_storage())
         return lent
 
-    def gather(self, tensor: Tensor) -> None:
-        """Fill ``tensor``, from ``allocate``, whose part of this process is there already, with the others' parts."""
-        (block, _), parts_RX = self._lent[tensor.data_ptr()], tensor.view(self._group.size(), -1)
-        block.meet()
+    def gather(self, *tensors: Tensor) -> None:
+        """Fill ``tensors``, from ``allocate``, where this process's parts stand already, with the others' parts."""
+        blocks = [self._lent[tensor.data_ptr()][0] for tensor in tensors]
+        blocks[0].meet()
         for rank in self._others():
-            parts_RX[rank].copy_(block.of(rank).view_as(parts_RX)[rank])
-        block.meet()
+            for block, tensor in zip(blocks, tensors, strict=True):
+                parts_RX = tensor.view(self._group.size(), -1)
+                parts_RX[rank].copy_(block.of(rank).view_as(parts_RX)[rank])
+        blocks[0].meet()
 
     def collect(self, tensor: Tensor) -> Tensor:
         """Return as rows, in the order of the processes, what each has for this one in its ``tensor``.
@@ -135,23 +135,3 @@ class PeerMemory:
         """Return the other processes, each process beginning with the one after it: no two read from the same."""
         rank, size = self._group.rank(), self._group.size()
         return [(rank + step) % size for step in range(1, size)]
-
-
-class PeerGather:
-    """Stands for FSDP's all-gather: it asks for the buffer, fills this process's part of it, and calls."""
-
-    def __init__(self, memory: PeerMemory) -> None:
-        self._memory = memory
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the buffer."""
-        (num,) = size
-        return self._memory.allocate(num, dtype, device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        """Fill ``output_tensor``, from ``allocate``; ``input_tensor`` is this process's part of it."""
-        if async_op:
-            raise ValueError("parameters are gathered at once; asked for async_op=True")
-        self._memory.gather(output_tensor)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
+import training.parallel
 from data.batch import Batch
 from launch.activations import Sizes, block_memory, sizes_of
 from launch.layout import layout_of
@@ -219,14 +220,24 @@ def allocated_bytes(config: RunConfig, world: World, *, in_evaluation: bool = Fa
         ("train.precision=bf16", "parallel.activation_checkpointing=full", "model.moe.expert_width=512"),
         ("train.precision=bf16", "parallel.recompute_h=true", "train.global_batch_sequences=6"),
         ("train.precision=bf16", "parallel.blocks_per_unit=2"),
+        ("train.precision=bf16", "parallel.reshard_after_forward=false"),
+        ("train.precision=bf16", "parallel.reshard_after_forward=false", "parallel.gather_in_place=true"),
         ("train.precision=fp32",),
     ],
-    ids=["none", "elementwise", "selective_tied", "full_wide", "recompute_h_accumulated", "two_blocks_a_unit", "fp32"],
+    ids=[
+        *("none", "elementwise", "selective_tied", "full_wide", "recompute_h_accumulated", "two_blocks_a_unit"),
+        *("gathered_once", "in_place", "fp32"),
+    ],
 )
-def test_peak_is_within_a_tenth_of_what_a_step_allocates(overrides: tuple[str, ...], own_group: World) -> None:
+def test_peak_is_within_a_tenth_of_what_a_step_allocates(
+    overrides: tuple[str, ...], own_group: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training.parallel, "LARGE_PART", 1)
     config = config_of(*STEP, "train.global_batch_sequences=2", *overrides)
     parts = predicted(config, backend="portable", is_compiled=False)
-    beyond_state = parts.total - parts.parameters - parts.moments - parts.libraries
+    assert (parts.in_place > 0) == config.parallel.gather_in_place
+    # What is kept from step to step was there before.
+    beyond_state = parts.total - parts.parameters - parts.moments - parts.libraries - parts.in_place
     assert beyond_state == pytest.approx(allocated_bytes(config, own_group), rel=0.1)
 
 
@@ -310,6 +321,21 @@ def test_blocks_that_others_read_are_those_of_the_units_at_work() -> None:
     assert peers.peers == expected
     assert peers.total - plain.total == expected
     assert predicted(config_of(*LARGE, "parallel.peer_copies=true"), gpus=1).peers == 0
+
+
+def test_what_is_gathered_in_place_is_in_no_other_place() -> None:
+    once = (*LARGE, "parallel.reshard_after_forward=false", "parallel.gather_in_place=true")
+    layout = layout_of(config_of(*once), gpus=2)
+    assert 0.98 * layout.whole < layout.in_place < layout.whole  # all but norms, routers and attention's projections
+    in_place = predicted(config_of(*once), gpus=2)
+    assert in_place.in_place == 2 * layout.in_place
+    assert in_place.gathered < 0.05 * in_place.in_place
+    peers = predicted(config_of(*once, "parallel.peer_copies=true"), gpus=2)
+    assert peers.in_place == 0
+    small = layout.units[0].whole - layout.units[0].in_place
+    ends = layout.embed.whole + layout.head.whole
+    places = 2 * layout.in_place + 2 * (ends - layout.embed.in_place - layout.head.in_place + 2 * small)
+    assert peers.peers == places + 4 * (ends + layout.units[0].whole)
 
 
 def test_documents_cost_a_bias_for_every_pair_of_positions_unless_attention_reads_blocks() -> None:

@@ -59,6 +59,7 @@ class Case:
     sum_every_micro_batch: bool = False
     exchange_gradients: bool = False
     peer_copies: bool = False
+    gather_in_place: bool = False
     num_layers: int = 2
     blocks_per_unit: int = 1
     reshard_after_forward: bool = True
@@ -77,6 +78,7 @@ class Case:
         knobs += f"-unit{self.blocks_per_unit}" if self.blocks_per_unit > 1 else ""
         knobs += "-sum" * self.sum_every_micro_batch + "-gathered_once" * (not self.reshard_after_forward)
         knobs += "-exchange" * self.exchange_gradients + "-peers" * self.peer_copies
+        knobs += "-in_place" * self.gather_in_place
         way = f"{self.checkpointing.name}{'-compiled' * self.compiled}-shard{self.shard_degree}"
         return f"{self.problem}-{way}{knobs}"
 
@@ -109,6 +111,11 @@ PEERS = [
     for case in (PROBLEMS[-1], UNEVEN, FEW_EXPERTS, TIED, replace(DEEPER, blocks_per_unit=2, prefetch_blocks=2))
 ]
 PEERS += [replace(PEERS[0], checkpointing=ActivationCheckpointing.full, reshard_after_forward=False)]
+IN_PLACE = [
+    replace(case, gather_in_place=True, reshard_after_forward=False, peer_copies=peers)
+    for case in (PROBLEMS[-1], UNEVEN, FEW_EXPERTS, TIED, replace(DEEPER, blocks_per_unit=2, prefetch_blocks=2))
+    for peers in (False, True)
+]
 # elementwise is selective that keeps every product.
 MODES = (ActivationCheckpointing.none, ActivationCheckpointing.selective, ActivationCheckpointing.full)
 
@@ -131,10 +138,12 @@ def cases_of(world_size: int) -> list[Case]:
         replace(PROBLEMS[-1], prefetch_blocks=1, sum_every_micro_batch=True),
         *EXCHANGES,
         *PEERS,
-        *([replace(PEERS[0], shard_degree=2)] if world_size == 4 else []),
+        *IN_PLACE,
+        *([replace(case, shard_degree=2) for case in (PEERS[0], IN_PLACE[0])] if world_size == 4 else []),
         *UNITS,
         replace(PROBLEMS[-1], shard_degree=1),  # every process holds a whole copy
-        *([COMPILED] if world_size == 2 else []),  # every process compiles for itself, which takes it seconds
+        # Every process compiles for itself, which takes it seconds.
+        *([COMPILED, replace(IN_PLACE[0], compiled=True, num_micro_batches=4)] if world_size == 2 else []),
     ]
 
 
@@ -181,6 +190,7 @@ def take_step(case: Case, world: World) -> dict[str, Any]:
             reshard_after_forward=case.reshard_after_forward,
             exchange_gradients=case.exchange_gradients,
             peer_copies=case.peer_copies,
+            gather_in_place=case.gather_in_place,
         ),
         precision=Precision.fp32,
         seed=0,
@@ -209,6 +219,10 @@ def take_step(case: Case, world: World) -> dict[str, Any]:
     )
     audit_first_step(model, optimizer)
     check_weights(model, 1)
+    if case.gather_in_place:  # all but what is uneven or cut along its width
+        parts = [parameter._local_tensor for parameter in model.parameters()]
+        num_in_place = sum(hasattr(part, "fsdp_pre_all_gather") for part in parts)
+        assert num_in_place >= (4 if case.num_experts != 4 else 10), f"{case.name}: {num_in_place} of {len(parts)}"
     return {
         "losses": torch.stack(result.losses).double(),
         "grad_norm": result.grad_norm.double(),
@@ -234,6 +248,7 @@ def work(rank: int, world_size: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     world = join(rank, world_size, port, DeviceName.cpu)
     training.peer_copies.SymmetricBlock = partial(FileBlock, folder)
+    training.parallel.LARGE_PART = 4  # values: all parameters of the test's
     assert world.any(world.rank == 1)  # one that was asked to stop stops all
     assert not world.any(False)
     assert world.first(lambda: "made") == "made"

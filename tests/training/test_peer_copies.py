@@ -10,8 +10,9 @@ from torch import Tensor
 
 import training.peer_copies
 from training.config import ParallelConfig, RunConfig
+from training.gather import Gather
 from training.parallel import check_peer_copies
-from training.peer_copies import PeerGather, PeerMemory
+from training.peer_copies import PeerMemory
 from training.trainer import Trainer
 from training.world import World
 
@@ -35,11 +36,12 @@ class Blocks:
         self.made: list[Blocks.Block] = []
 
     def make(self, num: int, dtype: torch.dtype, device: torch.device, group: Any) -> "Blocks.Block":
-        self.made.append(Blocks.Block(num, dtype))
+        self.made.append(Blocks.Block(self, num, dtype))
         return self.made[-1]
 
     class Block:
-        def __init__(self, num: int, dtype: torch.dtype) -> None:
+        def __init__(self, blocks: "Blocks", num: int, dtype: torch.dtype) -> None:
+            self._blocks = blocks
             self._of = [torch.full((num,), torch.nan, dtype=dtype) for _ in range(SIZE)]
             self.num_meetings = 0
 
@@ -48,9 +50,10 @@ class Blocks:
 
         def meet(self) -> None:
             self.num_meetings += 1
-            for rank in set(range(SIZE)) - {RANK}:
-                there = 100.0 * rank + torch.arange(len(self._of[rank]))
-                self._of[rank].copy_(there if self.num_meetings % 2 else torch.full_like(there, torch.nan))
+            for block in self._blocks.made:  # all processes come to all blocks
+                for rank in set(range(SIZE)) - {RANK}:
+                    there = 100.0 * rank + torch.arange(len(block.of(rank)))
+                    block.of(rank).copy_(there if self.num_meetings % 2 else torch.full_like(there, torch.nan))
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_gather_takes_each_processs_part_from_it(memory: PeerMemory, blocks: Blocks) -> None:
-    gather = PeerGather(memory)
+    gather = Gather(Group(), torch.float32, memory)  # type: ignore[arg-type]
     whole = gather.allocate((6,), dtype=torch.float32, device=CPU)
     mine = whole[2 * RANK : 2 * RANK + 2]
     mine.copy_(torch.tensor([7.0, 8.0]))
@@ -78,6 +81,15 @@ def test_a_gather_takes_each_processs_part_from_it(memory: PeerMemory, blocks: B
     assert blocks.made[0].num_meetings == 2
     with pytest.raises(ValueError, match="async_op"):
         gather(whole, mine, group=None, async_op=True)  # type: ignore[arg-type]
+
+
+def test_several_are_gathered_between_one_pair_of_meetings(memory: PeerMemory, blocks: Blocks) -> None:
+    first, second = memory.allocate(3, torch.float32, CPU), memory.allocate(6, torch.float32, CPU)
+    first[RANK], second[2 * RANK : 2 * RANK + 2] = 7.0, 8.0
+    memory.gather(first, second)
+    assert first.tolist() == [0, 7, 202]
+    assert second.tolist() == [0, 1, 8, 8, 204, 205]
+    assert [block.num_meetings for block in blocks.made] == [2, 0]
 
 
 def test_a_collection_takes_this_processs_part_from_each(memory: PeerMemory, blocks: Blocks) -> None:

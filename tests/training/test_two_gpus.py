@@ -39,9 +39,11 @@ class Case(NamedTuple):
     compiled: bool = False
     recorded: bool = False
     peer_copies: bool = False
+    in_place: bool = False
 
     def __str__(self) -> str:
         suffix = "-compiled" * self.compiled + "-recorded" * self.recorded + "-peers" * self.peer_copies
+        suffix += "-in_place" * self.in_place
         return f"{self.routing.name}-{self.checkpointing.name}{suffix}"
 
 
@@ -52,7 +54,9 @@ CASES = [
     Case(RoutingKind.top_k, ActivationCheckpointing.selective, compiled=True, recorded=True),
     Case(RoutingKind.top_k, ActivationCheckpointing.selective, peer_copies=True),
     Case(RoutingKind.top_k, ActivationCheckpointing.selective, compiled=True, recorded=True, peer_copies=True),
+    Case(RoutingKind.top_k, ActivationCheckpointing.selective, in_place=True),
 ]
+CASES.append(CASES[-2]._replace(in_place=True))
 
 
 def micro_batch(number: int, device: torch.device) -> MicroBatch:
@@ -69,6 +73,7 @@ def take_step(rank: int, world_size: int, port: int, folder: Path, case: Case, d
     model.attend._SDPA_KERNELS = [SDPBackend.MATH]
     # Inductor's kernels sum in other orders in another run, or where other processes take part.
     training.parallel.compile_blocks = partial(training.parallel.compile_blocks, backend="aot_eager")
+    training.parallel.LARGE_PART = 1 << 10  # values: all but the norms
     world = join(rank, world_size, port, DeviceName(device))
     config = ModelConfig(
         vocab_size=VOCABULARY,
@@ -85,7 +90,11 @@ def take_step(rank: int, world_size: int, port: int, folder: Path, case: Case, d
         partial(Decoder, config, backend=kernels),
         world,
         ParallelConfig(
-            activation_checkpointing=case.checkpointing, compile=case.compiled, peer_copies=case.peer_copies
+            activation_checkpointing=case.checkpointing,
+            compile=case.compiled,
+            peer_copies=case.peer_copies,
+            reshard_after_forward=not case.in_place,
+            gather_in_place=case.in_place,
         ),
         precision=Precision.bf16,
         seed=0,

@@ -47,6 +47,7 @@ class ParallelConfig:
     sum_every_micro_batch: bool = False  # sum gradients over processes after each: no unsharded sums, more traffic
     exchange_gradients: bool = False  # send gradients as computed, sum in fp32 on arrival; for processes of one host
     peer_copies: bool = False  # GPUs of one host read each other's memory in place of NCCL; gradients are exchanged
+    gather_in_place: bool = False  # large parameters keep the memory they are gathered in; none is copied once more
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
     recompute_h: bool = False  # of the experts: their up-projection runs again in the backward and h is not kept
     compile: bool | None = None  # torch.compile for every block, whole; null: on CUDA devices
@@ -59,6 +60,11 @@ class ParallelConfig:
             raise ValueError(f"parallel.blocks_per_unit={self.blocks_per_unit} must be at least 1")
         if self.prefetch_blocks < 0:
             raise ValueError(f"parallel.prefetch_blocks={self.prefetch_blocks} must not be negative")
+        if self.gather_in_place and self.reshard_after_forward:
+            raise ValueError(
+                "parallel.gather_in_place=true keeps the memory of gathered parameters, which "
+                "parallel.reshard_after_forward=true would free: set one of the two to false"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
