@@ -4,8 +4,7 @@ FSDP casts a process's part of a parameter into one buffer, copies it into anoth
 into the parameter: for P parameters in bf16 on n GPUs 4 P + 4 P/n bytes of copies beside the cast and the messages
 (docs/performance.md). A large parameter that is gathered in place keeps the memory of its whole: this process's part is
 cast into its place there, and the others' arrive in theirs. FSDP, which asks a parameter what of it to gather, is given
-one number
-(``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``; pytorch, torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+a few numbers (``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``; pytorch, fsdp/_fully_shard/_fsdp_param.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -59,7 +58,8 @@ class Gather:
             cast_rows(part_X[None], own_X[None])
         else:
             own_X.copy_(part_X)
-        self._waiting.append(whole_X)
+        if self._group.size() > 1:  # else FSDP does not call
+            self._waiting.append(whole_X)
 
     def whole(self, num: int, device: torch.device) -> Tensor:
         """Return memory for a whole parameter of ``num`` values."""
@@ -72,8 +72,6 @@ class Gather:
         if async_op:
             raise ValueError("parameters are gathered at once; asked for async_op=True")
         wholes, self._waiting = [output_tensor, *self._waiting], []
-        if self._group.size() == 1:
-            return
         if self._memory is not None:
             self._memory.gather(*wholes)
             return
@@ -95,10 +93,15 @@ class _Whole:
     def pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """Return one number to gather in the parameter's place."""
+        """Return a few numbers to gather in the parameter's place.
+
+        FSDP asks between forwards, once for each, when the whole is not read. Its prefetch may ask once more in a
+        backward, for the head, which an evaluation's notes name: the same numbers are written again.
+        """
         if self._whole_X is None:
             self._whole_X = self._gather.whole(self._part.numel(), self._part.device)
-            self._instead = self._whole_X.new_zeros(1)
+            # As wide as loads and messages like their addresses: what FSDP gathers by itself comes after it.
+            self._instead = self._whole_X.new_zeros(64)
         self._gather.fill(self._whole_X, self._part.view(-1))
         assert self._instead is not None
         return (self._instead,), None

@@ -21,12 +21,18 @@ OPTIONS = (
 )
 
 
+def gathers_of(trainer: Trainer) -> list[Gather]:
+    parts = [parameter._local_tensor for parameter in trainer.model.parameters()]  # type: ignore[attr-defined]
+    return [part.fsdp_pre_all_gather.__self__._gather for part in parts]
+
+
 def test_a_run_is_the_same_and_goes_on_from_its_checkpoint(
     small_run: Callable[..., RunConfig], sharded_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training.parallel, "LARGE_PART", 1)
     plain = train(small_run("run.name=plain", *OPTIONS), sharded_world, lambda trainer: None)
     filled: list[int] = []
+    trainers: list[Trainer] = []
     fill = Gather.fill
 
     def count(gather: Gather, whole_X: Tensor, part_X: Tensor) -> None:
@@ -39,7 +45,9 @@ def test_a_run_is_the_same_and_goes_on_from_its_checkpoint(
     num_parameters = len(plain["parameters"])
     assert len(set(filled)) == num_parameters
     assert len(filled) >= 10 * num_parameters
-    rest = train(small_run(*options), sharded_world, lambda trainer: None)
+    rest = train(small_run(*options), sharded_world, trainers.append)
+    (gather,) = {id(owner): owner for trainer in trainers for owner in gathers_of(trainer)}.values()
+    assert gather._waiting == []  # there are no others to wait for
     # The last step before the stop, and its evaluation, are in one run alone.
     lines = [line for line in plain["lines"] if line["progress/step"] > 5]
     rest["lines"] = [line for line in rest["lines"] if line["progress/step"] > 5 and "progress/resumed" not in line]

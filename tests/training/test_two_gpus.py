@@ -56,7 +56,7 @@ CASES = [
     Case(RoutingKind.top_k, ActivationCheckpointing.selective, compiled=True, recorded=True, peer_copies=True),
     Case(RoutingKind.top_k, ActivationCheckpointing.selective, in_place=True),
 ]
-CASES.append(CASES[-2]._replace(in_place=True))
+CASES += [CASES[-2]._replace(in_place=True, peer_copies=peers) for peers in (False, True)]
 
 
 def micro_batch(number: int, device: torch.device) -> MicroBatch:
@@ -95,6 +95,7 @@ def take_step(rank: int, world_size: int, port: int, folder: Path, case: Case, d
             peer_copies=case.peer_copies,
             reshard_after_forward=not case.in_place,
             gather_in_place=case.in_place,
+            prefetch_blocks=int(case.in_place),
         ),
         precision=Precision.bf16,
         seed=0,
@@ -131,6 +132,8 @@ def take_step(rank: int, world_size: int, port: int, folder: Path, case: Case, d
         for number in range(1, PLAIN_STEPS + 2):
             take(number, recorded=True)
         with torch.no_grad():
+            seen = micro_batch(1, world.device).batch  # an evaluation gathers parameters too
+            decoder(seen.input_ids_BS, seen.labels_BS, routing=RoutingKind.top_k)
             for parameter in decoder.parameters():
                 parameter.mul_(1.01)
         result, found_gradients = take(0, recorded=True), gradients()
