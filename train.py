@@ -23,12 +23,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from moe_kernels import KernelUnavailable
 from training.config import RunConfig, check_choices, register_schemas
+from training.environment import EXIT_INTERRUPTED
 from training.run_folder import folder_of
 from training.sinks import StartError
 from training.trainer import Trainer
 from training.world import World, open_world
-
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
 
 register_schemas()
 

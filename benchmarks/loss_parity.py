@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.options import output_file
+from benchmarks.options import add_overrides, output_file
 from benchmarks.steps import Steps, compose_run, leaving_with_a_message
 from benchmarks.timing import new_record, write_record
 from benchmarks.train_step import SHAPES
@@ -101,9 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="more overrides, as for train.py"
-    )
+    add_overrides(parser)
     parser.add_argument("--json", type=output_file, help="write everything here")
     return parser
 

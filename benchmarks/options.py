@@ -30,6 +30,13 @@ def output_file(text: str) -> Path:
     return path
 
 
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add ``--set``, which may be given again: argparse would drop all but the last."""
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="more overrides, as for train.py"
+    )
+
+
 def need_gpu() -> None:
     """Leave with an error where there is no GPU to time."""
     if not torch.cuda.is_available():

@@ -22,7 +22,7 @@ from moe_kernels import KernelUnavailable
 from training.build import Kernels, build_model, check_world, choose_kernels
 from training.config import RunConfig
 from training.deal import deal
-from training.environment import fix_numerics
+from training.environment import EXIT_INTERRUPTED, fix_numerics
 from training.guard import StepGuard
 from training.optim import build_optimizer, learning_rate, set_learning_rate
 from training.step import StepInput, StepResult, train_step
@@ -42,7 +42,7 @@ def leaving_with_a_message() -> Iterator[None]:
         yield
     except KeyboardInterrupt as why:
         print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from why  # 128 + SIGINT, as a shell says it
+        raise SystemExit(EXIT_INTERRUPTED) from why
     except (ValueError, OSError, KernelUnavailable, FloatingPointError, OmegaConfBaseException, HydraException) as why:
         cause = f" ({why.__cause__})" if why.__cause__ is not None else ""  # hydra's says which values there are
         raise SystemExit(f"error: {why}{cause}") from why

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.options import output_file
+from benchmarks.options import add_overrides, output_file
 from benchmarks.steps import Steps, check_run, compose_run, leaving_with_a_message
 from benchmarks.timing import new_record, write_record
 from model.counting import count_parameters, flops_per_token
@@ -188,9 +188,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--checkpointing", default="selective", help="parallel.activation_checkpointing, several too")
     parser.add_argument("--compile", action="store_true", help="parallel.compile=true, else false")
-    parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="more overrides, as for train.py"
-    )
+    add_overrides(parser)
     parser.add_argument("--warm-up", type=int, default=5, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
     parser.add_argument("--window", type=int, default=5, help="steps between two waits for the device")

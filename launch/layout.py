@@ -17,6 +17,11 @@ class Unit:
     shard: int  # numbers of one process, padding included
     in_place: int  # numbers of those that parallel.gather_in_place gathers where they are used
 
+    @property
+    def copied(self) -> int:
+        """Numbers of those that come through FSDP's buffers."""
+        return self.whole - self.in_place
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -44,13 +49,15 @@ class Layout:
     @property
     def in_place(self) -> int:
         """Numbers of those that are gathered where they are used."""
-        return sum(unit.in_place for unit in (self.embed, *self.blocks, self.head)) if self.is_sharded else 0
+        return sum(unit.in_place for unit in (self.embed, *self.blocks, self.head))
 
 
 def layout_of(config: RunConfig, *, gpus: int) -> Layout:
     """Return the layout of a run in ``gpus`` processes, whose parallel.shard_degree divides them."""
     shards = num_shards(config.parallel, gpus)
-    is_tied, in_place = config.model.tie_embeddings, config.parallel.gather_in_place
+    is_tied = config.model.tie_embeddings
+    is_sharded = gpus > 1 or config.train.precision is not Precision.fp32
+    in_place = is_sharded and config.parallel.gather_in_place
     shapes_of: dict[str, list[tuple[int, ...]]] = {"head": []}
     for name, shape in parameter_shapes(config.model).items():
         shapes_of.setdefault(_unit_of(name, is_tied=is_tied), []).append(shape)
@@ -67,7 +74,7 @@ def layout_of(config: RunConfig, *, gpus: int) -> Layout:
     return Layout(
         shards=shards,
         replicas=gpus // shards,
-        is_sharded=gpus > 1 or config.train.precision is not Precision.fp32,
+        is_sharded=is_sharded,
         embed=unit_of["embed"],
         blocks=tuple(blocks),
         units=tuple(_joined(blocks[start : start + size]) for start in range(0, len(blocks), size)),

@@ -205,10 +205,10 @@ class _Step:
         For parameters those of units on their way come to it, and the memory of those that are gathered in place.
         """
         layout = self._layout
-        sizes = [unit.whole - unit.in_place for unit in layout.units]
+        sizes = [unit.copied for unit in layout.units]
         ends = (layout.embed, layout.head)
         ahead = min(1 + max(1, self._ahead), sizes.count(max(sizes))) - 1
-        gathered = sum(unit.whole - unit.in_place for unit in ends) + sum(set(sizes)) + ahead * max(sizes)
+        gathered = sum(unit.copied for unit in ends) + sum(set(sizes)) + ahead * max(sizes)
         reduced = sum(unit.whole for unit in ends) + sum({unit.whole for unit in layout.units})
         wide = _FP32 if is_accumulating else self._s.c
         return self._s.c * (gathered + layout.in_place) + wide * reduced
@@ -262,7 +262,7 @@ class _Step:
         """Return the bytes of a gathered unit; the buffer that it came through is as large, and not made alone."""
         if not self._layout.is_sharded:
             return 0
-        return self._s.c * (unit.whole - unit.in_place) * (2 if with_buffer and self._layout.shards > 1 else 1)
+        return self._s.c * unit.copied * (2 if with_buffer and self._layout.shards > 1 else 1)
 
     def _gathered_root(self) -> int:
         """Return the bytes of what stays gathered for the whole forward and backward: a tied embedding."""
@@ -300,7 +300,7 @@ class _Step:
         """Return the bytes of units that are on their way: each in the buffer that it comes through."""
         if self._layout.shards == 1 or not self._layout.is_sharded:
             return 0
-        return self._s.c * sum(unit.whole - unit.in_place for unit in units)
+        return self._s.c * sum(unit.copied for unit in units)
 
     def _buffer_before(self, number: int) -> int:
         """Return the bytes in which what comes after unit ``number`` was summed: they stay until the next sum."""

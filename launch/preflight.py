@@ -107,18 +107,12 @@ def planned_attention(config: RunConfig) -> AttentionKernel:
     Raises: KernelUnavailable for one that cannot, as far as that is known without the GPU.
     """
     name, masks = config.kernels.attention, config.data.mask_documents
+    dtype, head_width = DTYPES[config.train.precision], config.model.attention.head_width
 
     def chosen(name: AttentionKernel) -> AttentionKernel:
-        return choose_attention(
-            name,
-            config.model,
-            device=torch.device("cuda"),
-            dtype=DTYPES[config.train.precision],
-            mask_documents=masks,
-        )
+        return choose_attention(name, config.model, device=torch.device("cuda"), dtype=dtype, mask_documents=masks)
 
     # Asked of sdpa, or of flash-attn-4 where it may do, choose_attention looks at the GPU.
-    dtype, head_width = DTYPES[config.train.precision], config.model.attention.head_width
     may_do = why_not_on_any_device(head_width, dtype=dtype, mask_documents=masks) is None
     if name is AttentionKernel.flex or (name is AttentionKernel.flash_attn_4 and not may_do):
         return chosen(name)

@@ -36,14 +36,14 @@ def choose_kernels(config: RunConfig, world: World) -> Kernels:
         mask_documents=config.data.mask_documents,
     )
     kernels = Kernels(_choose_backend(config, world), attention)
-    if attention is AttentionKernel.flex and not compiles(config.parallel, world.device) and world.is_first:
-        mode = config.parallel.activation_checkpointing
-        if mode in KEEPS_EVERY_NTH_PRODUCT:
-            log.warning(
-                "FlexAttention makes all scores, S·S for every head, in blocks that are not compiled and recompute by "
-                "parallel.activation_checkpointing=%s: parallel.compile=true is faster, and kernels.attention=sdpa too",
-                mode.value,
-            )
+    mode = config.parallel.activation_checkpointing
+    is_compiled = compiles(config.parallel, world.device)
+    if attention is AttentionKernel.flex and mode in KEEPS_EVERY_NTH_PRODUCT and not is_compiled:
+        log.warning(
+            "FlexAttention makes all scores, S·S for every head, in blocks that are not compiled and recompute by "
+            "parallel.activation_checkpointing=%s: parallel.compile=true is faster, and kernels.attention=sdpa too",
+            mode.value,
+        )
     return kernels
 
 

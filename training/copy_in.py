@@ -21,7 +21,7 @@ def gather_in(
     """
     own = all_gather_output.narrow(0, numel * rank, numel)
     with torch.no_grad():
-        _copy(list(own.view(1, -1).split(inp_split_sizes, dim=1)), [t.view(1, -1) for t in all_gather_inputs])
+        copy_rows(list(own.view(1, -1).split(inp_split_sizes, dim=1)), [t.view(1, -1) for t in all_gather_inputs])
     return own, all_gather_output
 
 
@@ -35,10 +35,10 @@ def scatter_in(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) ->
         torch._chunk_cat(tensors, dim, num_chunks, out=out)
         return
     chunked = [tensor.view(num_chunks, -1) for tensor in tensors]
-    _copy(list(out.split([chunks.shape[1] for chunks in chunked], dim=1)), chunked)
+    copy_rows(list(out.split([chunks.shape[1] for chunks in chunked], dim=1)), chunked)
 
 
-def _copy(places: list[Tensor], sources: list[Tensor]) -> None:
+def copy_rows(places: list[Tensor], sources: list[Tensor]) -> None:
     """Copy contiguous matrices into places of the same shapes whose rows may lie apart."""
     small_places: list[Tensor] = []
     small_rows: list[Tensor] = []

@@ -11,6 +11,8 @@ import torch
 
 log = logging.getLogger(__name__)
 
+EXIT_INTERRUPTED = 128 + signal.SIGINT  # as a shell says it
+
 
 def fix_numerics(num_threads: int, *, seed: int) -> None:
     """Fix what could make two runs differ: torch's generator, and on the CPU the threads that share a sum."""

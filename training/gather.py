@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from training.on_triton import runs_triton
+from training.copy_in import copy_rows
 from training.peer_copies import PeerMemory
 
 
@@ -51,13 +51,7 @@ class Gather:
 
     def fill(self, whole_X: Tensor, part_X: Tensor) -> None:
         """Write this process's part into its place in ``whole_X``, which ``whole`` returned; the next call gathers."""
-        own_X = self._own(whole_X)
-        if runs_triton(part_X) and part_X.dtype != own_X.dtype:
-            from training.cast_rows import cast_rows  # noqa: PLC0415 - triton comes with CUDA builds of torch alone
-
-            cast_rows(part_X[None], own_X[None])
-        else:
-            own_X.copy_(part_X)
+        copy_rows([self._own(whole_X)[None]], [part_X[None]])
         if self._group.size() > 1:  # else FSDP does not call
             self._waiting.append(whole_X)
 
@@ -88,23 +82,20 @@ class _Whole:
     def __init__(self, gather: Gather, part: Tensor) -> None:
         self._gather, self._part = gather, part
         self._whole_X: Tensor | None = None
-        self._instead: Tensor | None = None
 
     def pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """Return a few numbers to gather in the parameter's place.
+        """Return a few numbers, whichever, to gather in the parameter's place.
 
         FSDP asks between forwards, once for each, when the whole is not read. Its prefetch may ask once more in a
         backward, for the head, which an evaluation's notes name: the same numbers are written again.
         """
         if self._whole_X is None:
             self._whole_X = self._gather.whole(self._part.numel(), self._part.device)
-            # As wide as loads and messages like their addresses: what FSDP gathers by itself comes after it.
-            self._instead = self._whole_X.new_zeros(64)
         self._gather.fill(self._whole_X, self._part.view(-1))
-        assert self._instead is not None
-        return (self._instead,), None
+        # As wide as loads and messages like their addresses: what FSDP gathers by itself comes after it.
+        return (self._whole_X[:64],), None
 
     def post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None

@@ -99,7 +99,7 @@ def build_parallel(
     gather = shard(model, mesh, config, dtype=DTYPES[precision])
     model.to_empty(device=world.device)
     if gather is not None:
-        shards = num_shards(config, world.size)
+        shards = mesh["shard"].size()
         gather.take(parameter for parameter in model.parameters() if gathers_in_place(parameter.shape, shards))
     if initialise is None:
         model.init_weights(seed, write=_write_shard)

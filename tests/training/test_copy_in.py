@@ -65,7 +65,7 @@ def test_fsdp_of_this_torch_calls_the_operators_that_are_replaced(monkeypatch: p
     assert rows.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert not seen
     copied = []
-    monkeypatch.setattr(copy_in_module, "_copy", lambda *_: copied.append("ours"))
+    monkeypatch.setattr(copy_in_module, "copy_rows", lambda *_: copied.append("ours"))
     torch.ops.fsdp.all_gather_copy_in([torch.ones(3)], torch.zeros(6), [3], 3, 0)
     assert copied
 
