@@ -10,6 +10,7 @@ the profiler sees the allocations.
 """
 
 import argparse
+import gc
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,7 @@ def measure(contender: Contender, dout_TD: Tensor) -> LayerBytes:
 
 def _measure_on_gpu(contender: Contender, dout_TD: Tensor) -> tuple[int, int]:
     """Return held and peak bytes: what was asked of the caching allocator, before it rounds."""
+    gc.collect()  # what an earlier contender left in a cycle would be freed in between, and be missing from both
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]

@@ -7,6 +7,7 @@ cast into its place there, and the others' arrive in theirs. FSDP, which asks a 
 a few numbers (``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``; pytorch, fsdp/_fully_shard/_fsdp_param.py).
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -80,7 +81,8 @@ class _Whole:
     """One parameter: its part of this process, and the memory of the whole from the first time it is gathered."""
 
     def __init__(self, gather: Gather, part: Tensor) -> None:
-        self._gather, self._part = gather, part
+        # The part holds this object, and a cycle through a tensor is memory that Python's collector cannot free.
+        self._gather, self._part = gather, weakref.ref(part)
         self._whole_X: Tensor | None = None
 
     def pre_all_gather(
@@ -91,9 +93,11 @@ class _Whole:
         FSDP asks between forwards, once for each, when the whole is not read. Its prefetch may ask once more in a
         backward, for the head, which an evaluation's notes name: the same numbers are written again.
         """
+        part = self._part()
+        assert part is not None  # it is what FSDP asks
         if self._whole_X is None:
-            self._whole_X = self._gather.whole(self._part.numel(), self._part.device)
-        self._gather.fill(self._whole_X, self._part.view(-1))
+            self._whole_X = self._gather.whole(part.numel(), part.device)
+        self._gather.fill(self._whole_X, part.view(-1))
         # As wide as loads and messages like their addresses: what FSDP gathers by itself comes after it.
         return (self._whole_X[:64],), None
 

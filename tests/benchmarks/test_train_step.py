@@ -1,12 +1,14 @@
 """The step's benchmark takes the steps of a run: rows are whole, figures fit each other, losses are real."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import training.parallel
 from benchmarks.steps import RandomRows, Steps, compose_run, draw_on_device
 from benchmarks.train_step import Choice, build_parser, main, run_config
 from training.config import DeviceName
@@ -149,3 +151,22 @@ def test_draw_on_device_leaves_nothing_as_it_was() -> None:
             parameter.fill_(float("nan"))
     draw_on_device(model)
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in_place"])
+def test_nothing_of_a_row_stays_for_the_next(
+    in_place: bool, sharded_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training.parallel, "LARGE_PART", 1)
+    config = compose_run(
+        *("model=tiny", *SMALLER, "model.num_layers=1", "data.root=none", "data.sequence_length=64"),
+        *("kernels=portable", "routing@model.moe.routing=top_k", "train.precision=bf16"),
+        *("train.micro_batch_sequences=2", "train.global_batch_sequences=2"),
+        *("parallel.reshard_after_forward=false", f"parallel.gather_in_place={in_place}"),
+    )
+    steps = Steps(config, sharded_world, random_tokens=True)
+    steps.take()
+    parts = [weakref.ref(parameter._local_tensor) for parameter in steps.model.parameters()]  # type: ignore[attr-defined]
+    steps.close()
+    assert len(parts) > 5
+    assert [part for part in parts if part() is not None] == []
