@@ -1,7 +1,7 @@
 """Runs each op of the Hopper kernels once on a few small experts, for a checker that makes kernels far slower.
 
     compute-sanitizer --tool racecheck --kernel-regex kns=kernel_cutlass python -m tests.moe_kernels.cute.run_ops_once
-    compute-sanitizer --tool memcheck python -m tests.moe_kernels.cute.run_ops_once up down_backward
+    compute-sanitizer --tool memcheck --report-api-errors no python -m tests.moe_kernels.cute.run_ops_once up dx
 
 Arguments are names of ops, by default all. Two clusters share the units, so that the queue between them is used.
 """
