@@ -1,10 +1,33 @@
-"""The gather-sum's choice of block; its results are tested with the other ops in ../cute/test_gpu_ops.py."""
+"""The gather-sum against the reference's, and its choice of block; with the other ops: ../cute/test_gpu_ops.py."""
+
+from dataclasses import fields, replace
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton comes with CUDA builds of torch")
 
-from moe_kernels.triton.combine import block_width
+from moe_kernels.reference.ops import ReferenceBackend
+from moe_kernels.testing import edge_cases, poisoned_memory
+from moe_kernels.triton.combine import block_width, combine_rows
+
+CASES = edge_cases()
+
+
+@pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "plain"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_token_gets_the_sum_of_its_rows(device, case, weighted):
+    plan, generator = case.plan, torch.Generator().manual_seed(0)
+    rows_RD, score_R = torch.randn(plan.R, 264, generator=generator), torch.rand(plan.R, generator=generator)
+    for unused in (rows_RD, score_R):
+        unused[int(plan.expert_offsets_E1[-1]) :] = float("nan")
+    scores = score_R if weighted else None
+    expected_TD = ReferenceBackend().combine(rows_RD, scores, plan)
+    tensors = {f.name: getattr(plan, f.name) for f in fields(plan) if torch.is_tensor(getattr(plan, f.name))}
+    moved = replace(plan, **{name: tensor.to(device) for name, tensor in tensors.items()})
+    with poisoned_memory():
+        out_TD = combine_rows(rows_RD.to(device), scores.to(device) if weighted else None, moved)
+    torch.testing.assert_close(out_TD.cpu(), expected_TD)
 
 
 @pytest.mark.parametrize(
