@@ -37,19 +37,9 @@ class Layout:
     is_tied: bool
 
     @property
-    def shard(self) -> int:
-        """Numbers of one process."""
-        return sum(unit.shard for unit in (self.embed, *self.blocks, self.head))
-
-    @property
-    def whole(self) -> int:
-        """Numbers of all parameters."""
-        return sum(unit.whole for unit in (self.embed, *self.blocks, self.head))
-
-    @property
-    def in_place(self) -> int:
-        """Numbers of those that are gathered where they are used."""
-        return sum(unit.in_place for unit in (self.embed, *self.blocks, self.head))
+    def total(self) -> Unit:
+        """All parameters."""
+        return _joined([self.embed, *self.blocks, self.head])
 
 
 def layout_of(config: RunConfig, *, gpus: int) -> Layout:

@@ -92,12 +92,12 @@ class _Step:
         self._has_summed = is_accumulating and not self._has_unsummed
         self._has_peers = config.parallel.peer_copies and layout.shards > 1
         self._base = Parts(
-            parameters=_FP32 * layout.shard,
-            moments=moments_bytes(layout.shard, config.optim.states),
+            parameters=_FP32 * layout.total.shard,
+            moments=moments_bytes(layout.total.shard, config.optim.states),
             # The final norm is never compiled.
             activations=sizes.mask + _FP32 * sizes.T + sizes.T * sizes.D * (_FP32 + sizes.c),
             peers=self._peer_blocks(is_accumulating) if self._has_peers else 0,
-            in_place=0 if self._has_peers else sizes.c * layout.in_place,
+            in_place=0 if self._has_peers else sizes.c * layout.total.in_place,
             # A graph is recorded in a stream of its own, which has its own workspaces.
             libraries=(2 if config.records_steps else 1) * _CUBLAS_WORKSPACE_BYTES,
         )
@@ -178,7 +178,7 @@ class _Step:
         if self._layout.is_sharded:
             yield self._summing("embedding", unit, done=done, parts=replace(parts, reducing=0))
         yield StepMoment(
-            name="optimiser", parts=replace(self._base, activations=0, gradients=_FP32 * self._layout.shard)
+            name="optimiser", parts=replace(self._base, activations=0, gradients=_FP32 * self._layout.total.shard)
         )
 
     def evaluation_beside(self, worst: StepMoment) -> StepMoment:
@@ -211,7 +211,7 @@ class _Step:
         gathered = sum(unit.copied for unit in ends) + sum(set(sizes)) + ahead * max(sizes)
         reduced = sum(unit.whole for unit in ends) + sum({unit.whole for unit in layout.units})
         wide = _FP32 if is_accumulating else self._s.c
-        return self._s.c * (gathered + layout.in_place) + wide * reduced
+        return self._s.c * (gathered + layout.total.in_place) + wide * reduced
 
     def _logits(self) -> int:
         """Return the bytes of the logits of a chunk of tokens."""
@@ -250,13 +250,13 @@ class _Step:
 
     def _gradients(self, *, done: int) -> int:
         if self._has_summed:
-            return _FP32 * self._layout.shard
+            return _FP32 * self._layout.total.shard
         return _FP32 * sum(unit.shard for unit in self._units_done(done))
 
     def _unsummed(self, *, done: int) -> int:
         if not self._has_unsummed:
             return 0
-        return _FP32 * (self._layout.whole - sum(unit.whole for unit in self._units_done(done)))
+        return _FP32 * (self._layout.total.whole - sum(unit.whole for unit in self._units_done(done)))
 
     def _gathered(self, unit: Unit, *, with_buffer: bool) -> int:
         """Return the bytes of a gathered unit; the buffer that it came through is as large, and not made alone."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import torch
@@ -80,6 +81,12 @@ def probs_with_counts(counts: list[int], *, seed: int) -> Tensor:
     logits_TE = torch.rand(len(expert_T), len(counts), generator=generator)
     logits_TE[torch.arange(len(expert_T)), expert_T] += 1.0
     return logits_TE.softmax(dim=-1)
+
+
+def plan_on(plan: RoutingPlan, device: torch.device | str) -> RoutingPlan:
+    """Return ``plan`` with its tensors on ``device``."""
+    tensors = {f.name: getattr(plan, f.name) for f in fields(plan) if torch.is_tensor(getattr(plan, f.name))}
+    return replace(plan, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 class EdgeCase(NamedTuple):

@@ -62,6 +62,12 @@ def sharded_world() -> Iterator[World]:
     world.close()
 
 
+@pytest.fixture
+def small_parts_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have parallel.gather_in_place take parameters of any size."""
+    monkeypatch.setattr("training.parallel.LARGE_PART", 1)
+
+
 @pytest.fixture(scope="session")
 def prepared_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared folder with 512 tokens of vocabulary, from the first addresses of the bundled text."""

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import training.parallel
 from benchmarks.steps import RandomRows, Steps, compose_run, draw_on_device
 from benchmarks.train_step import Choice, build_parser, main, run_config
 from training.config import DeviceName
@@ -154,10 +153,8 @@ def test_draw_on_device_leaves_nothing_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in_place"])
-def test_nothing_of_a_row_stays_for_the_next(
-    in_place: bool, sharded_world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training.parallel, "LARGE_PART", 1)
+@pytest.mark.usefixtures("small_parts_in_place")
+def test_nothing_of_a_row_stays_for_the_next(in_place: bool, sharded_world: World) -> None:
     config = compose_run(
         *("model=tiny", *SMALLER, "model.num_layers=1", "data.root=none", "data.sequence_length=64"),
         *("kernels=portable", "routing@model.moe.routing=top_k", "train.precision=bf16"),

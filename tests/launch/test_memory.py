@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
-import training.parallel
 from data.batch import Batch
 from launch.activations import Sizes, block_memory, sizes_of
 from launch.layout import layout_of
@@ -229,10 +228,8 @@ def allocated_bytes(config: RunConfig, world: World, *, in_evaluation: bool = Fa
         *("gathered_once", "in_place", "fp32"),
     ],
 )
-def test_peak_is_within_a_tenth_of_what_a_step_allocates(
-    overrides: tuple[str, ...], own_group: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training.parallel, "LARGE_PART", 1)
+@pytest.mark.usefixtures("small_parts_in_place")
+def test_peak_is_within_a_tenth_of_what_a_step_allocates(overrides: tuple[str, ...], own_group: World) -> None:
     config = config_of(*STEP, "train.global_batch_sequences=2", *overrides)
     parts = predicted(config, backend="portable", is_compiled=False)
     assert (parts.in_place > 0) == config.parallel.gather_in_place
@@ -292,17 +289,17 @@ def test_gradients_that_wait_to_be_summed_are_whole() -> None:
         layout_of(config, gpus=4),
         num_micro_batches=2,
     )
-    assert waiting[0].parts.unsummed == 4 * layout_of(config, gpus=4).whole
+    assert waiting[0].parts.unsummed == 4 * layout_of(config, gpus=4).total.whole
     summed = predicted(config_of(*LARGE, "parallel.sum_every_micro_batch=true"), gpus=4)
     assert summed.unsummed == 0
-    assert summed.gradients >= 4 * layout_of(config, gpus=4).shard
+    assert summed.gradients >= 4 * layout_of(config, gpus=4).total.shard
 
 
 def test_what_is_not_freed_after_the_forward_is_gathered_in_full() -> None:
     kept = predicted(config_of(*LARGE, "parallel.reshard_after_forward=false"), gpus=8)
     layout = layout_of(config_of(*LARGE), gpus=8)
-    assert kept.gathered > 0.9 * 2 * layout.whole
-    assert predicted(config_of(*LARGE), gpus=8).gathered < 0.2 * 2 * layout.whole
+    assert kept.gathered > 0.9 * 2 * layout.total.whole
+    assert predicted(config_of(*LARGE), gpus=8).gathered < 0.2 * 2 * layout.total.whole
 
 
 def test_two_blocks_a_unit_are_gathered_and_wait_to_be_summed_together() -> None:
@@ -326,15 +323,17 @@ def test_blocks_that_others_read_are_those_of_the_units_at_work() -> None:
 def test_what_is_gathered_in_place_is_in_no_other_place() -> None:
     once = (*LARGE, "parallel.reshard_after_forward=false", "parallel.gather_in_place=true")
     layout = layout_of(config_of(*once), gpus=2)
-    assert 0.98 * layout.whole < layout.in_place < layout.whole  # all but norms, routers and attention's projections
+    assert (
+        0.98 * layout.total.whole < layout.total.in_place < layout.total.whole
+    )  # all but norms, routers and attention's projections
     in_place = predicted(config_of(*once), gpus=2)
-    assert in_place.in_place == 2 * layout.in_place
+    assert in_place.in_place == 2 * layout.total.in_place
     assert in_place.gathered < 0.05 * in_place.in_place
     peers = predicted(config_of(*once, "parallel.peer_copies=true"), gpus=2)
     assert peers.in_place == 0
     small = layout.units[0].whole - layout.units[0].in_place
     ends = layout.embed.whole + layout.head.whole
-    places = 2 * layout.in_place + 2 * (ends - layout.embed.in_place - layout.head.in_place + 2 * small)
+    places = 2 * layout.total.in_place + 2 * (ends - layout.embed.in_place - layout.head.in_place + 2 * small)
     assert peers.peers == places + 4 * (ends + layout.units[0].whole)
 
 
@@ -370,4 +369,4 @@ def test_shards_are_those_that_torch_cuts() -> None:
         World(rank=0, size=1, device=torch.device("cpu")),
     ).named_parameters()
     largest = sum(parameter.chunk(4, dim=0)[0].numel() for _, parameter in parameters)
-    assert layout.shard == largest
+    assert layout.total.shard == largest

@@ -1,6 +1,6 @@
 """On a GPU: routing gives the plans of the CPU, and the portable backend is as good as torch on the CPU."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import torch
@@ -18,15 +18,10 @@ from moe_kernels import (
     route_token_rounding,
     route_top_k,
 )
-from moe_kernels.testing import assert_as_good_as, edge_cases, random_layer, random_probs
+from moe_kernels.testing import assert_as_good_as, edge_cases, plan_on, random_layer, random_probs
 
 pytestmark = pytest.mark.gpu
 D, N = 64, 32
-
-
-def on(plan, device):
-    tensors = {f.name: getattr(plan, f.name).to(device) for f in fields(plan) if f.name not in ("T", "E", "R")}
-    return replace(plan, **tensors)
 
 
 @pytest.mark.parametrize("levels", [None, 8])  # 8 distinct values: ties everywhere
@@ -43,7 +38,7 @@ def test_plans_are_the_cpus(levels):
         ),
     ]
     for route in routes:
-        expected, actual = route(prob_TE).plan, on(route(prob_TE.cuda()).plan, "cpu")
+        expected, actual = route(prob_TE).plan, plan_on(route(prob_TE.cuda()).plan, "cpu")
         for field in fields(expected):
             value = getattr(expected, field.name)
             same = torch.equal(getattr(actual, field.name), value) if isinstance(value, torch.Tensor) else True
@@ -73,7 +68,7 @@ def test_portable_is_as_good_as_torch(case, dtype):
 
     layer = random_layer(case.prob_TE, D=D, N=N, dtype=dtype, seed=1)
     on_gpu = [tensor.detach().cuda().requires_grad_() for tensor in layer]
-    actual = run(moe_experts, on_gpu, on(case.plan, "cuda"), dout_TD.cuda(), backend=backend)
+    actual = run(moe_experts, on_gpu, plan_on(case.plan, "cuda"), dout_TD.cuda(), backend=backend)
     baseline = run(moe_experts_ref, layer, case.plan, dout_TD)
     truth = run(moe_experts_ref, [t.detach().double().requires_grad_() for t in layer], case.plan, dout_TD.double())
     for value, same_dtype, expected in zip(actual, baseline, truth, strict=True):

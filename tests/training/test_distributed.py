@@ -106,14 +106,12 @@ EXCHANGES = [
     replace(case, exchange_gradients=True)
     for case in (PROBLEMS[-1], replace(PROBLEMS[-1], sum_every_micro_batch=True), UNEVEN, FEW_EXPERTS, TIED)
 ]
-PEERS = [
-    replace(case, peer_copies=True)
-    for case in (PROBLEMS[-1], UNEVEN, FEW_EXPERTS, TIED, replace(DEEPER, blocks_per_unit=2, prefetch_blocks=2))
-]
+CUTS = (PROBLEMS[-1], UNEVEN, FEW_EXPERTS, TIED, replace(DEEPER, blocks_per_unit=2, prefetch_blocks=2))
+PEERS = [replace(case, peer_copies=True) for case in CUTS]
 PEERS += [replace(PEERS[0], checkpointing=ActivationCheckpointing.full, reshard_after_forward=False)]
 IN_PLACE = [
     replace(case, gather_in_place=True, reshard_after_forward=False, peer_copies=peers)
-    for case in (PROBLEMS[-1], UNEVEN, FEW_EXPERTS, TIED, replace(DEEPER, blocks_per_unit=2, prefetch_blocks=2))
+    for case in CUTS
     for peers in (False, True)
 ]
 # elementwise is selective that keeps every product.

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import training.parallel
 from tests.training.test_step_graph import assert_equal, train
 from training.config import ParallelConfig, RunConfig
 from training.gather import Gather
@@ -26,10 +25,10 @@ def gathers_of(trainer: Trainer) -> list[Gather]:
     return [part.fsdp_pre_all_gather.__self__._gather for part in parts]
 
 
+@pytest.mark.usefixtures("small_parts_in_place")
 def test_a_run_is_the_same_and_goes_on_from_its_checkpoint(
     small_run: Callable[..., RunConfig], sharded_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training.parallel, "LARGE_PART", 1)
     plain = train(small_run("run.name=plain", *OPTIONS), sharded_world, lambda trainer: None)
     filled: list[int] = []
     trainers: list[Trainer] = []
@@ -54,10 +53,10 @@ def test_a_run_is_the_same_and_goes_on_from_its_checkpoint(
     assert_equal(rest, plain | {"lines": lines}, least=5)
 
 
+@pytest.mark.usefixtures("small_parts_in_place")
 def test_the_forwards_parameter_is_the_memory_that_was_gathered(
     small_run: Callable[..., RunConfig], sharded_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training.parallel, "LARGE_PART", 1)
     wholes: list[tuple[int, int]] = []
     whole = Gather.whole
 

@@ -21,12 +21,7 @@ from training.step_graph import Recording, StepGraph, check_step_graph, record_o
 from training.trainer import EXIT_DONE, Trainer
 from training.world import World
 
-
-@pytest.fixture(autouse=True)
-def _small_parameters_are_gathered_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training.parallel, "LARGE_PART", 1)
-
-
+pytestmark = pytest.mark.usefixtures("small_parts_in_place")
 # An evaluation comes between the plain steps and the first recorded one, and later ones between recorded steps.
 LINES = ("logging.every_steps=1", "evaluation.every_steps=3", "checkpoint.every_steps=0", "train.num_steps=9")
 OVERRIDES = {

@@ -1,6 +1,6 @@
 """The Hopper kernels on a Hopper GPU: each op and the whole layer against the reference, and what must not happen."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from moe_kernels.side import GatheredSide
 from moe_kernels.testing import (
     assert_as_good_as,
     edge_cases,
+    plan_on,
     poisoned_memory,
     probs_with_counts,
     random_layer,
@@ -68,8 +69,7 @@ def zipf_probs(T, E):
 
 
 def on_gpu(plan):
-    tensors = {f.name: getattr(plan, f.name).cuda() for f in fields(plan) if torch.is_tensor(getattr(plan, f.name))}
-    return replace(plan, **tensors)
+    return plan_on(plan, "cuda")
 
 
 class Inputs:

@@ -1,14 +1,12 @@
 """The gather-sum against the reference's, and its choice of block; with the other ops: ../cute/test_gpu_ops.py."""
 
-from dataclasses import fields, replace
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton comes with CUDA builds of torch")
 
 from moe_kernels.reference.ops import ReferenceBackend
-from moe_kernels.testing import edge_cases, poisoned_memory
+from moe_kernels.testing import edge_cases, plan_on, poisoned_memory
 from moe_kernels.triton.combine import block_width, combine_rows
 
 CASES = edge_cases()
@@ -23,10 +21,8 @@ def test_each_token_gets_the_sum_of_its_rows(device, case, weighted):
         unused[int(plan.expert_offsets_E1[-1]) :] = float("nan")
     scores = score_R if weighted else None
     expected_TD = ReferenceBackend().combine(rows_RD, scores, plan)
-    tensors = {f.name: getattr(plan, f.name) for f in fields(plan) if torch.is_tensor(getattr(plan, f.name))}
-    moved = replace(plan, **{name: tensor.to(device) for name, tensor in tensors.items()})
     with poisoned_memory():
-        out_TD = combine_rows(rows_RD.to(device), scores.to(device) if weighted else None, moved)
+        out_TD = combine_rows(rows_RD.to(device), scores.to(device) if weighted else None, plan_on(plan, device))
     torch.testing.assert_close(out_TD.cpu(), expected_TD)
 
 

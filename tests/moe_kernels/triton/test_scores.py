@@ -1,6 +1,6 @@
 """Scores reach their rows and gradients their pairs, each once, whatever lies in unused rows."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,13 +11,8 @@ from moe_kernels import scores as in_torch
 from moe_kernels.routing.build import plan_from_mask
 from moe_kernels.routing.plan import RoutingPlan
 from moe_kernels.routing.top_k import route_top_k
-from moe_kernels.testing import edge_cases, poisoned_memory, random_probs
+from moe_kernels.testing import edge_cases, plan_on, poisoned_memory, random_probs
 from moe_kernels.triton.scores import gather_scores, scatter_dscore
-
-
-def on(plan, device):
-    tensors = {f.name: getattr(plan, f.name).to(device) for f in fields(plan) if torch.is_tensor(getattr(plan, f.name))}
-    return replace(plan, **tensors)
 
 
 def parts_of(plan, parts):
@@ -46,7 +41,7 @@ def test_each_used_row_gets_its_pairs_score_and_no_other_row_is_written(device, 
     used = int(plan.expert_offsets_E1[-1])
     score_TE = torch.rand(plan.T, plan.E, generator=torch.Generator().manual_seed(0)) + 1
     with poisoned_memory():
-        score_R = gather_scores(score_TE.to(device), on(plan, device)).cpu()
+        score_R = gather_scores(score_TE.to(device), plan_on(plan, device)).cpu()
     assert torch.equal(score_R[:used], in_torch.gather_scores(score_TE, plan)[:used])
     assert score_R[used:].isnan().all()
 
@@ -57,7 +52,7 @@ def test_parts_are_summed_in_order_into_their_pairs_and_everything_else_is_zero(
     plan = PLANS[name]
     part_RX = parts_of(plan, parts)
     with poisoned_memory():
-        dscore_TE = scatter_dscore(part_RX.to(device), on(plan, device)).cpu()
+        dscore_TE = scatter_dscore(part_RX.to(device), plan_on(plan, device)).cpu()
     assert torch.equal(dscore_TE, expected_dscore(part_RX, plan))
     assert int((dscore_TE != 0).sum()) == int(plan.expert_offsets_E1[-1])
 
@@ -67,7 +62,7 @@ def test_the_pair_that_unused_rows_name_keeps_its_own_gradient(device):
     keep_TE[0, 0] = keep_TE[19, 2] = True
     plan = plan_from_mask(keep_TE, R=9)  # seven rows name (token 0, expert 0) and are unused
     part_RX = parts_of(plan, 2)
-    dscore_TE = scatter_dscore(part_RX.to(device), on(plan, device)).cpu()
+    dscore_TE = scatter_dscore(part_RX.to(device), plan_on(plan, device)).cpu()
     assert torch.equal(dscore_TE[keep_TE], part_RX[:2, 0] + part_RX[:2, 1])
     assert (dscore_TE[~keep_TE] == 0).all()
 
@@ -77,8 +72,8 @@ def test_no_tokens_give_no_gradients(device):
     plan = RoutingPlan(
         nothing, nothing, torch.zeros(4, dtype=torch.int32), nothing.new_zeros(1), nothing, T=0, E=3, R=0
     )
-    assert scatter_dscore(torch.zeros(0, 2, device=device), on(plan, device)).shape == (0, 3)
-    assert gather_scores(torch.zeros(0, 3, device=device), on(plan, device)).shape == (0,)
+    assert scatter_dscore(torch.zeros(0, 2, device=device), plan_on(plan, device)).shape == (0, 3)
+    assert gather_scores(torch.zeros(0, 3, device=device), plan_on(plan, device)).shape == (0,)
 
 
 @pytest.mark.gpu
@@ -86,7 +81,7 @@ def test_pairs_past_32_bits_are_found():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     T, E = 2**21 + 8, 1024  # T * E is above 2**31: 8.6 GB of scores
-    plan = on(route_top_k(torch.eye(16, E).repeat(1, 1), 1).plan, "cuda")
+    plan = plan_on(route_top_k(torch.eye(16, E).repeat(1, 1), 1).plan, "cuda")
     last = T - 16
     moved = replace(
         plan,
