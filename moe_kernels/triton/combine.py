@@ -12,10 +12,8 @@ from torch import Tensor
 
 from moe_kernels.routing.plan import RoutingPlan
 
-_ROWS_AT_A_TIME = 8  # loads in flight per thread before the first is used
-_MAX_BLOCK = 1024
-_MIN_BLOCK = 256
-_ELEMENTS_PER_THREAD = 8
+_ROWS_AT_A_TIME = 4  # this and the blocks: measured beside six others, docs/kernels.md
+_BLOCKS = (256, 512)  # columns of one program, which is one warp
 
 
 def combine_rows(rows_RD: Tensor, score_R: Tensor | None, plan: RoutingPlan) -> Tensor:
@@ -35,15 +33,14 @@ def combine_rows(rows_RD: Tensor, score_R: Tensor | None, plan: RoutingPlan) -> 
         BLOCK=block,
         ROWS=_ROWS_AT_A_TIME,
         weighted=score_R is not None,
-        num_warps=block // (32 * _ELEMENTS_PER_THREAD),
+        num_warps=1,
     )
     return out_TD
 
 
 def block_width(D: int) -> int:
-    """Return the columns of one program: the power of two that leaves the fewest lanes idle, then the largest."""
-    widths = [_MIN_BLOCK << i for i in range(10) if _MIN_BLOCK << i <= _MAX_BLOCK]
-    return min(widths, key=lambda width: (-(-D // width) * width, -width))
+    """Return the columns of one program: the block that leaves the fewest lanes idle, then the larger."""
+    return min(_BLOCKS, key=lambda width: (-(-D // width) * width, -width))
 
 
 @triton.jit
