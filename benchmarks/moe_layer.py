@@ -6,10 +6,11 @@
 
 Every contender is checked against fp32 on a small layer before anything is timed. Rounds go through the contenders in
 turn, because a card under load changes its clocks; what is printed is each one's median round. Backward is forward and
-backward less forward. TFLOP/s count 6 and 12 · rows · D · N. Router and plan are given (sonic-moe builds its own
-metadata in its time); with ``--with-routing`` (whole_layer.py) they are part of what is timed. ``--cold-start``
-(cold_start.py) times first steps. Roof fractions (``--ops``, roof.py) divide the least time an op could take, at the
-rates of a large matrix product and of a large copy measured in the same process, by its time.
+backward less forward, and host what the host takes to queue a forward. TFLOP/s count 6 and 12 · rows · D · N. Router
+and plan are given (sonic-moe builds its own metadata in its time); with ``--with-routing`` (whole_layer.py) they are
+part of what is timed. ``--cold-start`` (cold_start.py) times first steps. Roof fractions (``--ops``, roof.py) divide
+the least time an op could take, at the rates of a large matrix product and of a large copy measured in the same
+process, by its time.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from benchmarks.options import names_of, need_gpu, output_file
 from benchmarks.peers import PEERS, available_peers, interleave
 from benchmarks.roof import measure_ceilings, measure_ops
 from benchmarks.shapes import SHAPES, MoEShape
-from benchmarks.timing import Outlasted, first_call_s, in_turns, new_record, time_limit, write_record
+from benchmarks.timing import Outlasted, first_call_s, host_ms, in_turns, new_record, time_limit, write_record
 from moe_kernels import BackendName, RoutingPlan, moe_experts, route_token_rounding, route_top_k
 from moe_kernels.dispatch import BACKENDS
 from moe_kernels.routing.kinds import Rounding
@@ -130,7 +131,8 @@ def check(name: str, routing: str, peers: dict) -> dict[str, float]:
 def measure(contenders: list[Contender], layer: Layer, rounds: int, peer_limit_s: float) -> dict[str, dict]:
     """Return each contender's cold start, held and peak bytes, and median forward and backward milliseconds.
 
-    A peer whose first call takes more than ``peer_limit_s`` (0: no limit) is left out, and the result says so.
+    ``forward_host_ms`` is the host's time for a forward's launches. A peer whose first call takes more than
+    ``peer_limit_s`` (0: no limit) is left out, and the result says so.
     """
     results: dict[str, dict] = {}
     steps: dict[str, dict[str, Callable]] = {"forward": {}, "both": {}}
@@ -147,6 +149,7 @@ def measure(contenders: list[Contender], layer: Layer, rounds: int, peer_limit_s
             results[contender.name] = {"outlasted_s": peer_limit_s}
             continue
         results[contender.name] = {"cold_start_s": cold_start_s, **_memory(contender, layer)}
+        results[contender.name]["forward_host_ms"] = host_ms(contender.forward)
         steps["forward"][contender.name], steps["both"][contender.name] = contender.forward, both
     for way, by_name in steps.items():
         for name, ms in in_turns(by_name, rounds).items():
@@ -177,7 +180,7 @@ def report(name: str, shape_name: str, shape: MoEShape, rows: int, result: dict)
         f"{shape_name:12s} {name:10s} forward {result['forward_ms']:8.3f} ms {result['forward_tflops']:4.0f} TF"
         f"  backward {result['backward_ms']:8.3f} ms {result['backward_tflops']:4.0f} TF"
         f"  held {result['held_bytes'] / 2**20:6.0f} peak {result['peak_bytes'] / 2**20:6.0f} MiB"
-        f"  cold {result['cold_start_s']:.1f} s",
+        f"  cold {result['cold_start_s']:.1f} s  host {result['forward_host_ms']:.2f} ms",
         flush=True,
     )
 

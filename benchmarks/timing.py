@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 ROUND_MS = 100.0  # of timed work per contender and round
-_HEAD_START_CYCLES = 6_000_000  # about 3 ms of the device waiting
+_HEAD_START_MS, _MOST_HEAD_START_MS = 3.0, 300.0  # of the device waiting
+_CYCLES_PER_MS = 2_000_000  # nearly, without load
 
 Step = Callable[[], object]
 
@@ -45,14 +46,14 @@ def first_call_s(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def time_ms(step: Step, repeats: int, lead: int = 0) -> float:
+def time_ms(step: Step, repeats: int, lead: int = 0, head_start_ms: float = _HEAD_START_MS) -> float:
     """Return milliseconds per call of ``repeats`` calls, one after the other, on the device, after ``lead`` others.
 
-    The device first waits, as it does in a training step whose host is ahead: else the time would hold the host's for
-    the first launches.
+    The device first waits for ``head_start_ms``, as it does in a training step whose host is ahead: else the time would
+    hold the host's for the first launches.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_HEAD_START_CYCLES)
+    torch.cuda._sleep(int(head_start_ms * _CYCLES_PER_MS))
     for _ in range(lead):
         step()
     start.record()
@@ -69,14 +70,24 @@ def in_turns(steps: Mapping[str, Step], rounds: int, round_ms: float = ROUND_MS)
     A card at its power limit changes its clocks with what ran in the last tens of milliseconds: by up to a fifth
     (docs/kernels.md). So a step first runs untimed for as long as it is timed, which leaves what ran before it out of
     its time, and each round starts with the next step, so that none always follows the same one.
+
+    A step whose calls the host queues hardly faster than the device runs them is timed after a head start in which
+    they are all queued (as far as the driver's queue takes them): what is compared is the devices' work.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
-    repeats = {name: max(2, round(round_ms / time_ms(step, 2))) for name, step in steps.items()}
+    repeats, head_start_ms = {}, {}
+    for name, step in steps.items():
+        ms = time_ms(step, 2)
+        repeats[name] = max(2, round(round_ms / ms))
+        queueing_ms = host_ms(step)
+        all_queued_ms = 1.2 * queueing_ms * 2 * repeats[name]
+        head_start_ms[name] = min(all_queued_ms, _MOST_HEAD_START_MS) if 2 * queueing_ms > ms else _HEAD_START_MS
     names = list(steps)
     for turn in range(rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            times[name].append(time_ms(steps[name], repeats[name], lead=repeats[name]))
+            ms = time_ms(steps[name], repeats[name], lead=repeats[name], head_start_ms=head_start_ms[name])
+            times[name].append(ms)
     return {name: sorted(measured)[rounds // 2] for name, measured in times.items()}
 
 
