@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.moe_layer import Layer, make_layer
-from benchmarks.options import names_of, need_gpu, output_file
+from benchmarks.options import at_least, names_of, need_backends, need_gpu, output_file
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import in_turns, new_record, write_record
 from benchmarks.tune_tiles import make_step
@@ -85,10 +85,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=names_of(SHAPES), default="olmoe,7b-n256", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--forms", type=names_of(forms), default=",".join(forms))
-    parser.add_argument("--held", type=int, default=16, help="multiprocessors that the other kernel holds")
+    parser.add_argument("--held", type=at_least(1), default=16, help="multiprocessors that the other kernel holds")
     parser.add_argument("--json", type=output_file, help="write everything here, after every form")
     arguments = parser.parse_args()
     need_gpu()
+    need_backends(["cute_sm90"], [SHAPES[name] for name in arguments.shapes])
     record = new_record(held=arguments.held, entries=[])
     holder = Holder(arguments.held)
     for shape_name in arguments.shapes:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.moe_layer import CONTENDERS, Contender, Layer, make_contender, make_layer
-from benchmarks.options import names_of, output_file
+from benchmarks.options import names_of, need_backends, output_file
 from benchmarks.peers import PEERS, Peer, available_peers
 from benchmarks.shapes import SHAPES, MoEShape
 from benchmarks.timing import new_record, write_record
@@ -153,7 +153,14 @@ def main(arguments: list[str] | None = None) -> None:
     peers = available_peers([name for name in names if name in PEERS], tunes=False)
     names = [name for name in names if name in peers or name not in PEERS]
     if device.type == "cpu" and (others := set(names) - {"portable", "reference"}):
-        parser.error(f"--backends {', '.join(sorted(others))}: torch finds no CUDA device to run them on")
+        parser.error(
+            f"--backends {', '.join(sorted(others))}: torch finds no CUDA device to run them on; "
+            "portable and reference run without one"
+        )
+    if not names:
+        parser.error(f"none of --backends {','.join(options.backends)} is there to be measured")
+    if device.type == "cuda":
+        need_backends([name for name in names if name not in PEERS], [SHAPES[name] for name in options.shapes])
     record = new_record(shapes={})
     print(f"{'MiB':35s}     saved  with weights      held      peak")
     for shape_name in options.shapes:

@@ -14,6 +14,7 @@ process, by its time.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import cold_start, whole_layer
-from benchmarks.options import names_of, need_gpu, output_file
+from benchmarks.options import at_least, names_of, need_backends, need_gpu, output_file
 from benchmarks.peers import PEERS, available_peers, interleave
 from benchmarks.roof import measure_ceilings, measure_ops
 from benchmarks.shapes import SHAPES, MoEShape
@@ -256,10 +257,13 @@ def main() -> None:
     )
     parser.add_argument("--with-routing", action="store_true", help="the whole layer, with and without rounding")
     parser.add_argument("--cold-start", action="store_true", help="the first step of fresh processes, in seconds")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=at_least(1), default=7)
     parser.add_argument("--ops", action="store_true", help="time the ops of cute_sm90 one by one too")
     parser.add_argument(
-        "--peer-limit-s", type=float, default=0.0, help="leave out a peer whose first call takes more; 0: wait"
+        "--peer-limit-s",
+        type=at_least(0, float),
+        default=0.0,
+        help="leave out a peer whose first call takes more; 0: wait",
     )
     parser.add_argument("--json", type=output_file, help="write everything here, after every shape")
     arguments = parser.parse_args()
@@ -267,11 +271,19 @@ def main() -> None:
     others = set(names) & set(PEERS)
     if arguments.with_routing and (others - {"sonicmoe"} or arguments.routing == "rounded"):
         parser.error("--with-routing times uniform or zipf loads, of backends and sonicmoe: both are rounded there")
-    if arguments.cold_start and others:
-        parser.error("--cold-start takes backends only")
+    if arguments.cold_start and (others or arguments.with_routing or arguments.routing != "uniform"):
+        parser.error("--cold-start times the whole layer of backends alone, from uniform loads, with token rounding")
+    if arguments.ops and (arguments.cold_start or arguments.with_routing):
+        parser.error("--ops times the ops of the experts alone: without --cold-start and --with-routing")
+    if arguments.routing == "rounded" and others == set(names):
+        parser.error(f"--routing rounded: {', '.join(names)} take top-K routing only; add a backend")
     need_gpu()
+    ours = [name for name in names if name not in PEERS] + ["cute_sm90"] * arguments.ops
+    need_backends(ours, [SHAPES[name] for name in arguments.shapes])
     peers = available_peers([name for name in names if name in PEERS])
     names = [name for name in names if name in peers or name not in PEERS]
+    if not names:
+        sys.exit(f"error: none of --backends {','.join(arguments.backends)} is there to be measured")
     record = new_record(routing=arguments.routing, errors={}, shapes={})
     if arguments.cold_start:
         first_steps(arguments, names, record)

@@ -13,7 +13,7 @@ import argparse
 import torch
 
 from benchmarks.layer_inputs import make_inputs
-from benchmarks.options import output_file
+from benchmarks.options import need_backends, output_file
 from benchmarks.rounding_plot import draw
 from benchmarks.shapes import SHAPES, MoEShape
 from benchmarks.timing import graph_of, in_turns, new_record, write_record
@@ -71,6 +71,8 @@ def main() -> None:
     parser.add_argument("--svg", type=output_file)
     arguments = parser.parse_args()
     on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        need_backends([arguments.backend], [BASE])
     record = new_record(shape=BASE._asdict(), tile_m=TILE_M, backend=arguments.backend if on_gpu else None, points=[])
     sweep(record, "cuda" if on_gpu else "cpu", record["backend"])
     write_record(record, arguments.json)

@@ -74,6 +74,8 @@ def in_turns(steps: Mapping[str, Step], rounds: int, round_ms: float = ROUND_MS)
     A step whose calls the host queues hardly faster than the device runs them is timed after a head start in which
     they are all queued (as far as the driver's queue takes them): what is compared is the devices' work.
     """
+    if not steps:
+        return {}
     times: dict[str, list[float]] = {name: [] for name in steps}
     repeats, head_start_ms = {}, {}
     for name, step in steps.items():

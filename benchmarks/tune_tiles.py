@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.moe_layer import Layer, make_layer
-from benchmarks.options import names_of, need_gpu, output_file
+from benchmarks.options import names_of, need_backends, need_gpu, output_file
 from benchmarks.shapes import SHAPES, MoEShape
 from benchmarks.timing import in_turns, new_record, write_record
 from moe_kernels.cute.compile import KernelCache, KernelKey, default_cache_folder
@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--json", type=output_file, required=True, help="write every measurement here")
     arguments = parser.parse_args()
     need_gpu()
+    need_backends(["cute_sm90"], [SHAPES[name] for name in arguments.shapes])
     shape_names, forms = arguments.shapes, list(map(KernelForm, arguments.forms))
     compile_ahead(shape_names, forms)
     record = new_record(entries=[])

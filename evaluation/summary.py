@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 from checkpoint.folders import in_short
@@ -79,7 +80,7 @@ def _wandb_rows(run: Path) -> list[tuple[str, str]]:
     rows = [("wandb", str(folders[-1]))]
     offline = [folder for folder in folders if folder.name.startswith("offline-run-")]
     if offline:
-        rows.append(("upload it", f"wandb sync {' '.join(map(str, offline))}"))
+        rows.append(("upload it", f"wandb sync {join(map(str, offline))}"))
     return rows
 
 

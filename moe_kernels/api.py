@@ -5,7 +5,7 @@ import sys
 import torch
 from torch import Tensor
 
-from moe_kernels.dispatch import Backend
+from moe_kernels.dispatch import BACKENDS, Backend
 from moe_kernels.layer_op import moe_experts_fwd
 from moe_kernels.routing.plan import RoutingPlan
 
@@ -30,8 +30,13 @@ def moe_experts(
     With ``recompute_h`` h is not saved: the backward projects x_TD again, for 22 % more operations and gradients of the
     same bits. Where no gradient can be asked for, h is never written either.
 
-    Raises: ValueError and TypeError for shapes, dtypes, layouts or devices that do not fit each other.
+    ``backend`` is one of ``dispatch.BACKENDS``, as ``dispatch.resolve_backend`` returns them.
+
+    Raises: ValueError and TypeError for shapes, dtypes, layouts or devices that do not fit each other;
+    KernelUnavailable if the backend cannot run them.
     """
+    if not torch.compiler.is_compiling():
+        _check_registered(backend)
     _check_arguments(x_TD, w_gate_up, w_down, score_TE, plan)
     # A constant where this is traced. Wrong, it would cost time and not the result: the backward can do without h.
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x_TD, w_gate_up, w_down, score_TE))
@@ -49,6 +54,15 @@ def moe_experts(
         backend.name,
     )
     return out_TD
+
+
+def _check_registered(backend: Backend) -> None:
+    if not any(backend is known for known in BACKENDS.values()):
+        raise ValueError(
+            f"backend is {backend!r}, and no value of moe_kernels.dispatch.BACKENDS "
+            f"({', '.join(name.value for name in BACKENDS)}): the layer finds its ops there, by name. Pass what "
+            "resolve_backend returns; a backend of your own is added there first"
+        )
 
 
 def _check_arguments(x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, score_TE: Tensor, plan: RoutingPlan) -> None:

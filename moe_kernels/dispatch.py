@@ -5,6 +5,7 @@ This is the only place that asks what device this is. How to write a backend: do
 
 import logging
 from enum import Enum
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from moe_kernels.cute.ops import CuteSm90Backend
 from moe_kernels.portable.ops import PortableBackend
 from moe_kernels.problem import MoEProblem
 from moe_kernels.reference.ops import ReferenceBackend
+from moe_kernels.routing.kinds import RoutingKind
 from moe_kernels.routing.plan import RoutingPlan
 from moe_kernels.side import GatheredSide
 from moe_kernels.swiglu import DownGrads
@@ -48,6 +50,9 @@ class Backend(Protocol):
     @property
     def tile_m(self) -> int:
         """Rows in a tile of its kernels: token rounding saves work only if its tile is a multiple of this."""
+
+    def __hash__(self) -> int:
+        """As of any object: what is asked of a backend is remembered by it."""
 
     def why_not(self, problem: MoEProblem) -> str | None:
         """Return why it cannot run ``problem``, in words and with the number that is wrong, or None if it can."""
@@ -121,8 +126,24 @@ def resolve_backend(name: BackendName, problem: MoEProblem) -> Backend:
         refusals[backend.name] = reason
     raise KernelUnavailable(
         f"no MoE backend for kernels.backend={name.value}, {problem}: {refusals}. "
-        "Use kernels.backend=auto for the fastest that runs."
+        "Use kernels.backend=auto for the fastest that runs, or other values of train.precision (dtype), model.width "
+        "(D) or model.moe.expert_width (N)."
     )
+
+
+@cache
+def check_runs(backend: Backend, *, D: int, N: int, E: int, K: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ``KernelUnavailable`` with the backend's reason if it cannot run such a layer; asked once for each kind.
+
+    For callers that did not ask ``resolve_backend``. Neither T nor how the plan came about is known here, and no
+    backend judges by them.
+    """
+    problem = MoEProblem(
+        T=1, D=D, N=N, E=E, K=K, tile_m=1, routing=RoutingKind.top_k, dtype=dtype, arch=arch_of(device)
+    )
+    reason = backend.why_not(problem)
+    if reason is not None:
+        raise KernelUnavailable(f"the backend {backend.name} cannot run D={D}, N={N}, {dtype} on {device}: {reason}")
 
 
 def arch_of(device: torch.device) -> str:

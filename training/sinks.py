@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -124,7 +125,8 @@ class WandbSink:
         """Say where the run is, and how an offline one gets online."""
         if self.mode == "online":
             return f"wandb: {self._run.url}"
-        return f"wandb: offline; upload with: wandb sync {self._folder / 'wandb'}/offline-run-*-{self._run.id}"
+        runs = f"{quote(str(self._folder / 'wandb'))}/offline-run-*-{self._run.id}"
+        return f"wandb: offline; upload with: wandb sync {runs}"
 
     def write(self, metrics: dict[str, float]) -> None:
         """Log ``metrics``."""

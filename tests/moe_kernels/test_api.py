@@ -5,6 +5,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 from moe_kernels import BackendName, MoEProblem, RoutingKind, moe_experts, resolve_backend, route_top_k
+from moe_kernels.dispatch import BACKENDS, KernelUnavailable
+from moe_kernels.portable.ops import PortableBackend
 from moe_kernels.testing import random_layer, random_probs
 
 PROB_TE = random_probs(6, 4, seed=0)
@@ -32,6 +34,30 @@ BACKEND = resolve_backend(BackendName.portable, PROBLEM)
 def test_the_argument_that_does_not_fit_is_named(change, error, message):
     with pytest.raises(error, match=message):
         moe_experts(*LAYER._replace(**change), PLAN, backend=BACKEND)
+
+
+def test_a_backend_that_is_not_in_the_table_is_refused():
+    class Mine(PortableBackend):
+        """A copy, whose ops would never be called: the layer finds those of its name."""
+
+    for backend in (Mine(), "portable", BackendName.auto):
+        with pytest.raises(ValueError, match=r"no value of moe_kernels.dispatch.BACKENDS \(cute_sm90, portable"):
+            moe_experts(*LAYER, PLAN, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "N", "message"),
+    [
+        (BackendName.portable, torch.float32, 15, "N=15 is not a multiple of 4"),
+        (BackendName.portable, torch.bfloat16, 12, "N=12 is not a multiple of 8"),
+        (BackendName.portable, torch.float64, 16, "takes float32, bfloat16 and float16, not torch.float64"),
+        (BackendName.cute_sm90, torch.bfloat16, 16, "for sm90 .*, not cpu"),
+    ],
+)
+def test_what_the_backend_cannot_run_is_refused_in_its_words(name, dtype, N, message):
+    tensors = random_layer(PROB_TE, D=8, N=N, dtype=dtype, seed=0)
+    with pytest.raises(KernelUnavailable, match=f"the backend {name.value} cannot run D=8, N={N}.*{message}"):
+        moe_experts(*tensors, PLAN, backend=BACKENDS[name])
 
 
 def test_a_dtensor_is_refused(tmp_path):

@@ -116,16 +116,16 @@ def test_a_resumed_run_keeps_its_wandb_id_and_its_axis_is_tokens(
 
 
 def test_the_real_package_writes_an_offline_run_and_the_log_says_how_to_upload_it(
-    small_run: SmallRun, caplog: pytest.LogCaptureFixture
+    small_run: SmallRun, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     pytest.importorskip("wandb", reason="the extra 'wandb' is not installed")
-    config = small_run("logging.wandb=offline", "run.stop_at_step=1")
+    config = small_run("logging.wandb=offline", "run.stop_at_step=1", f"run.root='{tmp_path}/my runs'")
     with caplog.at_level("INFO"):
         trainer = Trainer(config)
         trainer.fit()
     (folder,) = (trainer.folder.path / "wandb").glob(f"offline-run-*-{trainer.state.wandb_id}")
     assert next(folder.glob("*.wandb")).stat().st_size > 0
-    assert f"wandb sync {trainer.folder.path / 'wandb'}" in caplog.text
+    assert f"wandb sync '{trainer.folder.path / 'wandb'}'/offline-run-*-{trainer.state.wandb_id}" in caplog.text
 
 
 def test_a_missing_wandb_package_is_refused_with_both_ways_out(
