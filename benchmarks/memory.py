@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.moe_layer import CONTENDERS, Contender, Layer, make_contender, make_layer
 from benchmarks.options import names_of, need_backends, output_file
-from benchmarks.peers import PEERS, Peer, available_peers
+from benchmarks.peers import PEERS, Peer, available
 from benchmarks.shapes import SHAPES, MoEShape
 from benchmarks.timing import new_record, write_record
 from moe_kernels import BackendName, moe_experts
@@ -149,9 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=output_file, help="write everything here, after every shape")
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    names = options.backends
-    peers = available_peers([name for name in names if name in PEERS], tunes=False)
-    names = [name for name in names if name in peers or name not in PEERS]
+    names, peers = available(options.backends, tunes=False)
     if device.type == "cpu" and (others := set(names) - {"portable", "reference"}):
         parser.error(
             f"--backends {', '.join(sorted(others))}: torch finds no CUDA device to run them on; "

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks import cold_start, whole_layer
 from benchmarks.options import at_least, names_of, need_backends, need_gpu, output_file
-from benchmarks.peers import PEERS, available_peers, interleave
+from benchmarks.peers import PEERS, available, interleave
 from benchmarks.roof import measure_ceilings, measure_ops
 from benchmarks.shapes import SHAPES, MoEShape
 from benchmarks.timing import Outlasted, first_call_s, host_ms, in_turns, new_record, time_limit, write_record
@@ -280,8 +280,7 @@ def main() -> None:
     need_gpu()
     ours = [name for name in names if name not in PEERS] + ["cute_sm90"] * arguments.ops
     need_backends(ours, [SHAPES[name] for name in arguments.shapes])
-    peers = available_peers([name for name in names if name in PEERS])
-    names = [name for name in names if name in peers or name not in PEERS]
+    names, peers = available(names)
     if not names:
         sys.exit(f"error: none of --backends {','.join(arguments.backends)} is there to be measured")
     record = new_record(routing=arguments.routing, errors={}, shapes={})

@@ -68,7 +68,7 @@ def need_backends(names: Iterable[str], shapes: Iterable[MoEShape]) -> None:
 
     for name in names:
         for shape in shapes:
-            sizes = {"D": shape.D, "N": shape.N, "E": shape.E, "K": shape.K}
+            sizes = {"D": shape.D, "N": shape.N, "E": shape.E}
             try:
                 check_runs(BACKENDS[BackendName(name)], **sizes, dtype=torch.bfloat16, device=torch.device("cuda"))
             except KernelUnavailable as error:

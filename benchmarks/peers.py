@@ -15,21 +15,23 @@ from torch import Tensor
 Peer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def available_peers(names: list[str], *, tunes: bool = True) -> dict[str, Peer]:
-    """Return those of ``names`` that are installed; say which are not.
+def available(names: list[str], *, tunes: bool = True) -> tuple[list[str], dict[str, Peer]]:
+    """Return ``names`` without the peers that are not installed, which it says, and the peers among them.
 
     Without ``tunes`` sonic-moe takes the first tile that it knows, where only bytes are counted.
     """
-    found = {}
+    peers = {}
     for name in names:
+        if name not in PEERS:
+            continue
         module, peer = PEERS[name]
         if module is not None and find_spec(module) is None:
             print(f"{name}: {module} is not installed, left out")
             continue
         if name == "sonicmoe":
             keep_usual_tiles(None if tunes else 1)
-        found[name] = peer
-    return found
+        peers[name] = peer
+    return [name for name in names if name in peers or name not in PEERS], peers
 
 
 def interleave(w_gate_up: Tensor) -> Tensor:

@@ -132,14 +132,14 @@ def resolve_backend(name: BackendName, problem: MoEProblem) -> Backend:
 
 
 @cache
-def check_runs(backend: Backend, *, D: int, N: int, E: int, K: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_runs(backend: Backend, *, D: int, N: int, E: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ``KernelUnavailable`` with the backend's reason if it cannot run such a layer; asked once for each kind.
 
-    For callers that did not ask ``resolve_backend``. Neither T nor how the plan came about is known here, and no
-    backend judges by them.
+    For callers that did not ask ``resolve_backend``. T, K and how the plan came about are left open: a plan does not
+    say, and no backend judges by them.
     """
     problem = MoEProblem(
-        T=1, D=D, N=N, E=E, K=K, tile_m=1, routing=RoutingKind.top_k, dtype=dtype, arch=arch_of(device)
+        T=1, D=D, N=N, E=E, K=1, tile_m=1, routing=RoutingKind.top_k, dtype=dtype, arch=arch_of(device)
     )
     reason = backend.why_not(problem)
     if reason is not None:

@@ -52,7 +52,7 @@ def moe_experts_fwd(
     ops = _backend(backend)
     plan = _plan((token_R, expert_R, expert_offsets_E1, token_offsets_T1, row_by_token_R))
     D, N = w_down.shape[1:]
-    check_runs(ops, D=D, N=N, E=plan.E, K=-(-plan.R // max(plan.T, 1)), dtype=x_TD.dtype, device=x_TD.device)
+    check_runs(ops, D=D, N=N, E=plan.E, dtype=x_TD.dtype, device=x_TD.device)
     score_R = ops.gather_scores(score_TE, plan)
     if keeps_h:
         h_R2N, a_RN = ops.up(x_TD, w_gate_up, plan)

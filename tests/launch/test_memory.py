@@ -323,9 +323,8 @@ def test_blocks_that_others_read_are_those_of_the_units_at_work() -> None:
 def test_what_is_gathered_in_place_is_in_no_other_place() -> None:
     once = (*LARGE, "parallel.reshard_after_forward=false", "parallel.gather_in_place=true")
     layout = layout_of(config_of(*once), gpus=2)
-    assert (
-        0.98 * layout.total.whole < layout.total.in_place < layout.total.whole
-    )  # all but norms, routers and attention's projections
+    # All but norms, routers and attention's projections.
+    assert 0.98 * layout.total.whole < layout.total.in_place < layout.total.whole
     in_place = predicted(config_of(*once), gpus=2)
     assert in_place.in_place == 2 * layout.total.in_place
     assert in_place.gathered < 0.05 * in_place.in_place
